@@ -1,0 +1,315 @@
+"""Every setting of a run, typed: one small model per section, and `Config` that holds them.
+
+It is not a parser (`asyncrl.settings` reads files and flags into it), holds no derived state beyond the
+properties that state a formula, and imports neither torch nor an engine. Each field's docstring is the
+help text of its flag: `learner.lr` is `--learner.lr` on the command line and `lr` under `[learner]` in TOML.
+Called by the command line, and by every process, which gets the resolved configuration from the hub.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+NonNegative = Field(ge=0)
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, unknown keys are errors, field docstrings are the help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Run(Section):
+    """The run and its folder."""
+
+    name: str | None = None
+    """Name of the run; default: algorithm, environment and the time of the start."""
+    dir: str = "runs"
+    """Folder that holds the runs' folders."""
+    seed: int = 0
+    """Seeds task order, sampling and initialisation."""
+
+
+class Model(Section):
+    """The policy."""
+
+    path: str | None = None
+    """Hugging Face folder of the initial model; default: the toy model, made and warm-started once."""
+    dtype: Dtype = "float32"
+    """Precision of the forward pass, in learner and engine; master weights are always float32."""
+
+
+class Algo(Section):
+    """The algorithm. `name` is a preset; every other key replaces one part of it (default: the preset's)."""
+
+    name: str = "dapo"
+    """Preset: see `asyncrl.trainers.presets`."""
+    advantage: str | None = None
+    """Advantage estimator."""
+    loss: str | None = None
+    """Token-level loss."""
+    aggregation: str | None = None
+    """How token losses become one number."""
+    clip_low: float | None = Field(None, ge=0, lt=1)
+    """Lower clip range of the ratio: 1 - clip_low."""
+    clip_high: float | None = Field(None, ge=0)
+    """Upper clip range of the ratio: 1 + clip_high."""
+    proximal: Literal["current", "behaviour"] | None = None
+    """Denominator of the clipped ratio: the policy before the update, or the engine's log-probs."""
+    correction: str | None = None
+    """Off-policy correction; `none` switches it off."""
+    correction_cap: float | None = Field(None, gt=0)
+    """Cap of the truncated importance weight."""
+    filter: str | None = None
+    """Group filter (dynamic sampling); `none` keeps every group."""
+    overlong_buffer: int | None = Field(None, ge=0)
+    """Tokens before `sampling.max_tokens` over which the overlong penalty grows from 0 to 1; 0: off."""
+    entropy_bonus: float | None = Field(None, ge=0)
+    """Coefficient of the entropy bonus."""
+
+
+class Env(Section):
+    """The environment."""
+
+    name: str = "arithmetic"
+    """Name of an installed environment (entry-point group `asyncrl.envs`), or `pkg.mod:make`, `file.py:make`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the environment."""
+    max_turns: PositiveInt = 16
+    """An episode that needs more turns is truncated."""
+    timeout_s: PositiveFloat = 30.0
+    """Time limit of each reset and step of the environment."""
+
+
+class Sampling(Section):
+    """How the policy is sampled. Log-probs are taken after temperature and truncation."""
+
+    temperature: PositiveFloat = 1.0
+    """Softmax temperature; the learner divides its logits by the same number."""
+    max_tokens: PositiveInt = 16
+    """Most tokens of one assistant turn."""
+
+
+class Train(Section):
+    """The amount of training."""
+
+    steps: PositiveInt = 200
+    """Optimiser steps."""
+    groups_per_step: PositiveInt = 32
+    """Groups (tasks) in a batch."""
+    group_size: PositiveInt = 8
+    """Episodes of each task; they share a baseline."""
+
+
+class Staleness(Section):
+    """How far generation may run ahead, and what happens to tokens that are too old."""
+
+    max_lag: int = Field(4, ge=0)
+    """Versions by which admission may run ahead of training; 0 is synchronous on-policy training."""
+    over_age: Literal["train", "mask", "wait"] = "train"
+    """Tokens older than max_lag: train with importance correction, mask, or (wait) admit strictly in order."""
+    max_token_age: int = Field(64, ge=0)
+    """With `train`: tokens with more lag than this are masked."""
+
+
+class Replay(Section):
+    """The replay buffer."""
+
+    reuse: PositiveInt = 1
+    """How many batches an episode may be part of."""
+    order: Literal["fifo", "freshest", "priority"] = "fifo"
+    """Which complete groups enter a batch first: oldest admitted, newest, or largest reward spread."""
+
+
+class Generator(Section):
+    """The generators: one process and one engine each."""
+
+    count: PositiveInt = 2
+    """Number of generator processes that the supervisor starts."""
+    engine: Literal["transformers"] = "transformers"
+    """Inference engine."""
+    device: str = "cpu"
+    """torch device of the embedded engine."""
+    slots: PositiveInt = 64
+    """Requests that the engine decodes at once."""
+    ahead: int = Field(32, ge=0)
+    """Episodes held beyond the slots, so that a freed slot is refilled without a round trip."""
+    max_model_len: PositiveInt = 256
+    """Longest sequence, prompt included, that a slot can hold."""
+    chunk_tokens: PositiveInt = 128
+    """Tokens of an episode after which they are streamed (also: each turn, and twice a second)."""
+    threads: PositiveInt = 1
+    """Threads of the engine's CPU kernels."""
+    cores: list[int] = []
+    """CPU cores the generators are pinned to; empty: not pinned."""
+
+
+class Learner(Section):
+    """The learner: FSDP2 ranks in the torchrun convention."""
+
+    ranks: PositiveInt = 1
+    """Learner processes that the supervisor starts."""
+    device: str = "cpu"
+    """torch device type: cpu (Gloo) or cuda (NCCL)."""
+    token_budget: PositiveInt = 8192
+    """Most tokens of one packed row (one micro-batch)."""
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning-rate schedule after the warm-up."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate grows linearly from 0."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's betas."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest global gradient norm."""
+    head_chunk: PositiveInt = 2048
+    """Tokens whose logits exist at once in the RL head."""
+    threads: PositiveInt = 1
+    """CPU threads of each rank."""
+    cores: list[int] = []
+    """CPU cores the ranks are pinned to; empty: not pinned."""
+
+
+class Weights(Section):
+    """Publishing weights to the running engines."""
+
+    bucket_mb: PositiveFloat = 256.0
+    """Size of one broadcast bucket."""
+    timeout_s: PositiveFloat = 60.0
+    """Time limit of building a group and of each broadcast; on expiry the group is rebuilt."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """What happens to the KV cache of running requests at an update."""
+
+
+class Hub(Section):
+    """The hub."""
+
+    host: str = "127.0.0.1"
+    """Address that the sockets bind to."""
+    port: int = Field(0, ge=0, le=65534)
+    """Control port; chunks use the next one. 0: two free ports are chosen."""
+    lease_s: PositiveFloat = 30.0
+    """A lease that is not extended for this long goes to another generator."""
+    heartbeat_s: PositiveFloat = 1.0
+    """Interval of the generators' heartbeats."""
+    sync: Literal["normal", "full"] = "normal"
+    """SQLite's `synchronous`: normal survives killed processes, full also a power cut."""
+
+
+class Checkpoint(Section):
+    """The learner's checkpoints."""
+
+    every: PositiveInt = 20
+    """Steps between checkpoints; the last step always gets one."""
+    keep: PositiveInt = 2
+    """Checkpoints kept."""
+    timeout_s: PositiveFloat = 600.0
+    """Time limit of writing one."""
+
+
+class Supervise(Section):
+    """The supervisor."""
+
+    max_restarts: int = Field(5, ge=0)
+    """Restarts of one process within `window_s` before the run is given up."""
+    window_s: PositiveFloat = 120.0
+    """Window over which restarts are counted."""
+    backoff_s: PositiveFloat = 0.5
+    """Delay before the second restart in a window; doubles each time, at most 10 s."""
+    grace_s: PositiveFloat = 30.0
+    """Time that processes get to stop in order before they are killed."""
+    start_timeout_s: PositiveFloat = 120.0
+    """Longest wait of a process for the hub."""
+
+
+class Eval(Section):
+    """Evaluation on held-out tasks (`asyncrl eval`, and before and after the default training)."""
+
+    tasks: PositiveInt = 512
+    """Held-out tasks."""
+
+
+class Track(Section):
+    """Trackers besides run.db."""
+
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Log to Weights & Biases (needs the extra `wandb`)."""
+    wandb_project: str = "asyncrl"
+    """Project at Weights & Biases."""
+    tensorboard: bool = False
+    """Write TensorBoard event files into the run's folder (needs the extra `tensorboard`)."""
+
+
+class Toy(Section):
+    """The toy model that is made when `model.path` is not given."""
+
+    hidden: PositiveInt = 128
+    """Width of the model."""
+    layers: PositiveInt = 4
+    """Layers of the model."""
+    warm_steps: int = Field(300, ge=0)
+    """Supervised steps that bring it to partial skill."""
+    cache_dir: str = "~/.cache/asyncrl"
+    """Where the made models are kept."""
+
+
+class Config(Section):
+    """A run's whole configuration."""
+
+    run: Run = Run()
+    model: Model = Model()
+    algo: Algo = Algo()
+    env: Env = Env()
+    sampling: Sampling = Sampling()
+    train: Train = Train()
+    staleness: Staleness = Staleness()
+    replay: Replay = Replay()
+    generator: Generator = Generator()
+    learner: Learner = Learner()
+    weights: Weights = Weights()
+    hub: Hub = Hub()
+    checkpoint: Checkpoint = Checkpoint()
+    supervise: Supervise = Supervise()
+    eval: Eval = Eval()
+    track: Track = Track()
+    toy: Toy = Toy()
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if self.sampling.max_tokens >= self.generator.max_model_len:
+            raise ValueError(
+                f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in "
+                f"generator.max_model_len = {self.generator.max_model_len}; raise the latter"
+            )
+        if self.generator.max_model_len > self.learner.token_budget:
+            raise ValueError(
+                f"learner.token_budget = {self.learner.token_budget} cannot hold one sequence of "
+                f"generator.max_model_len = {self.generator.max_model_len} tokens; raise the former"
+            )
+        if self.hub.heartbeat_s * 3 > self.hub.lease_s:
+            raise ValueError(
+                f"hub.lease_s = {self.hub.lease_s} must be at least three heartbeats "
+                f"(hub.heartbeat_s = {self.hub.heartbeat_s})"
+            )
+        return self
+
+    @property
+    def episodes_per_step(self) -> int:
+        """`train.groups_per_step * train.group_size`."""
+        return self.train.groups_per_step * self.train.group_size
+
+    @property
+    def max_groups_ahead(self) -> int:
+        """Groups that may be admitted and not yet trained: `(max_lag + 1) * groups_per_step`."""
+        return (self.staleness.max_lag + 1) * self.train.groups_per_step
+
+    @property
+    def capacity(self) -> int:
+        """Episodes that one generator holds at once: `slots + ahead`."""
+        return self.generator.slots + self.generator.ahead

@@ -1,0 +1,1 @@
+"""The generator process: an inference engine, environments and the stream of chunks to the hub."""

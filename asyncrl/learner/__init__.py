@@ -1,0 +1,1 @@
+"""The learner: FSDP2 ranks that train on sealed batches and publish weights."""

@@ -1,0 +1,394 @@
+"""What travels between the processes: msgspec structs, and nothing else.
+
+A message is one multipart ZeroMQ message: a msgpack header (one of the structs below, told apart by its
+tag) followed by raw frames that carry token arrays in little-endian form. Nothing here opens a socket
+(`asyncrl.transport` does), and nothing here imports torch: the hub, the generators, the learner and the
+supervisor all import this module.
+
+Arrays in frames: token ids are int32, log-probs are float32, both C-contiguous and unpadded.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+PROTOCOL = 1
+"""Raised whenever a struct below changes its meaning; a peer with another number is refused."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One problem of an environment. Everything in it must be expressible in JSON."""
+
+    id: str
+    prompt: list[dict[str, Any]]
+    """Chat messages, `{"role": ..., "content": ...}`."""
+    answer: Any = None
+    metadata: dict[str, Any] = {}
+
+
+class EpisodeStatus(StrEnum):
+    """How an episode's last turn ended. A failed one has no reward (None), never a reward of 0."""
+
+    COMPLETED = "completed"
+    """The environment said that the episode is done."""
+    TRUNCATED_LENGTH = "truncated_length"
+    """The model ran into `sampling.max_tokens`; the episode is still rewarded and trained."""
+    TRUNCATED_CONTEXT = "truncated_context"
+    """Prompt and completion filled the model's context; the episode is still rewarded and trained."""
+    TRUNCATED_TURNS = "truncated_turns"
+    """The environment asked for more turns than `env.max_turns`."""
+    FAILED_ENVIRONMENT = "failed_environment"
+    """The environment raised or gave a malformed answer."""
+    FAILED_TIME = "failed_time"
+    """The environment did not answer within `env.timeout_s`."""
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether the episode is dropped instead of trained."""
+        return self.value.startswith("failed")
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit, not the environment, ended the episode."""
+        return self.value.startswith("truncated")
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """A run of consecutive tokens of one episode that share version and origin."""
+
+    n: int
+    """Number of tokens, at least 1."""
+    version: int
+    """The weights' version that sampled them; -1 for observed tokens."""
+    sampled: bool
+    """True: sampled by the policy (trained on). False: prompt or environment text (observed only)."""
+
+
+class Prefix(msgspec.Struct, frozen=True):
+    """What is already durable of an episode. The lease's two frames hold its tokens and log-probs."""
+
+    spans: list[Span] = []
+    next_seq: int = 0
+    """Sequence number that the episode's next chunk must carry."""
+
+
+class Lease(msgspec.Struct, frozen=True, tag="lease"):
+    """Hub to generator: run this episode. Frames: prefix tokens, prefix log-probs (observed: 0.0)."""
+
+    lease_id: int
+    episode_id: int
+    task: Task
+    seed: int
+    """Seeds the episode's sampling; with the position in the sequence it fixes every draw."""
+    prefix: Prefix = Prefix()
+
+
+# ---- a peer introduces itself --------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Any process to hub: first message, and again whenever the hub asks (`Rehello`)."""
+
+    role: str
+    """`generator`, `learner`, `publisher` (the learner's weight sender) or `supervisor`."""
+    name: str
+    """Stable across restarts, for example `generator-0`."""
+    incarnation: str
+    """New for each start of the process; tells a restart from a reconnect."""
+    pid: int = 0
+    protocol: int = PROTOCOL
+    capacity: int = 0
+    """Generator: the number of episodes that it is willing to hold at once."""
+    version: int = -1
+    """Generator: version of the weights it has loaded, -1 for none. Learner: its optimiser step."""
+    leases: list[int] = []
+    """Generator: leases that it is still running."""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """Hub to any process: the answer to `Hello`."""
+
+    config: bytes
+    """The run's resolved configuration as JSON."""
+    run_dir: str
+    data_endpoint: str
+    """Where a generator sends its chunks."""
+    version: int
+    """Latest published version."""
+    step: int
+    """Last learner step that is recorded as done."""
+
+
+class Rehello(msgspec.Struct, frozen=True, tag="rehello"):
+    """Hub to a peer that it does not know (the hub was restarted): say `Hello` again."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Generator to hub, every `hub.heartbeat_s`: extends the leases that it names."""
+
+    leases: list[int] = []
+    stats: dict[str, float] = {}
+    """Metrics since the last heartbeat, by name (see `asyncrl.metrics`)."""
+
+
+class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
+    """Hub to generator: these leases are no longer yours; abort them and send nothing more of them."""
+
+    leases: list[int]
+    reason: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Hub to generator or learner: finish what is in hand, then exit with status 0."""
+
+    reason: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Hub to any process: what you sent cannot be accepted; exit with status 2 and this text."""
+
+    reason: str
+
+
+# ---- chunks ------------------------------------------------------------------------------------
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """Header of one chunk: consecutive tokens of one episode, one version, one origin."""
+
+    lease_id: int
+    episode_id: int
+    seq: int
+    """0, 1, 2 ... within the episode, across leases."""
+    n: int
+    version: int
+    sampled: bool
+
+
+class EpisodeEnd(msgspec.Struct, frozen=True, array_like=True):
+    """The episode is over; `seq` is the sequence number after its last chunk."""
+
+    lease_id: int
+    episode_id: int
+    seq: int
+    status: str
+    """An `EpisodeStatus` value."""
+    reward: float | None
+    """Sum of the environment's rewards; None when it failed or gave none."""
+    turns: int
+    detail: str = ""
+    """The reason, for a failed episode."""
+
+
+class Chunks(msgspec.Struct, frozen=True, tag="chunks"):
+    """Generator to hub. Frames: all chunks' tokens concatenated, all chunks' log-probs concatenated."""
+
+    message_id: int
+    chunks: list[Chunk] = []
+    ends: list[EpisodeEnd] = []
+
+
+class Ack(msgspec.Struct, frozen=True, tag="ack"):
+    """Hub to generator: message `message_id` is durable; forget it."""
+
+    message_id: int
+    refused: list[int] = []
+    """Leases named in the message that have lapsed; nothing of theirs was kept."""
+
+
+# ---- learner -----------------------------------------------------------------------------------
+
+
+class NextBatch(msgspec.Struct, frozen=True, tag="next_batch"):
+    """Learner rank to hub: give me my share of the batch for `step` (1, 2, ...)."""
+
+    step: int
+    rank: int
+    ranks: int
+
+
+class EpisodeMeta(msgspec.Struct, frozen=True, array_like=True):
+    """One episode of a batch, as every rank sees it."""
+
+    episode_id: int
+    group_id: int
+    reward: float | None
+    status: str
+    length: int
+    """Tokens in all."""
+    sampled: int
+    """Tokens that the policy sampled."""
+
+
+class Batch(msgspec.Struct, frozen=True, tag="batch"):
+    """Hub to learner rank. Frames: tokens, log-probs of this rank's episodes, in the order of `rows`."""
+
+    step: int
+    batch_id: int
+    episodes: list[EpisodeMeta]
+    """All episodes of the batch, on all ranks."""
+    rows: list[list[int]]
+    """This rank's packed rows, each a list of indices into `episodes`. Every rank gets the same number
+    of rows; a row may be empty."""
+    spans: list[list[Span]]
+    """For each episode of `rows`, in order: its runs of tokens."""
+
+
+class StepDone(msgspec.Struct, frozen=True, tag="step_done"):
+    """Learner rank 0 to hub: the optimiser step was applied."""
+
+    step: int
+    batch_id: int
+    metrics: dict[str, float]
+
+
+class StepFailed(msgspec.Struct, frozen=True, tag="step_failed"):
+    """Learner rank 0 to hub: the step was not applied (a loss or gradient is not finite)."""
+
+    step: int
+    batch_id: int
+    reason: str
+
+
+class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
+    """Learner rank 0 to hub: a checkpoint of `step` is complete on disk."""
+
+    step: int
+    path: str
+
+
+# ---- weights -----------------------------------------------------------------------------------
+
+
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
+    """One parameter within a bucket."""
+
+    name: str
+    dtype: str
+    """torch's name without `torch.`, for example `float32`."""
+    shape: list[int]
+
+
+class Offer(msgspec.Struct, frozen=True, tag="offer"):
+    """Publisher to hub: I hold weights of `version`; who needs them?"""
+
+    version: int
+    store_host: str
+    store_port: int
+    buckets: list[list[TensorMeta]]
+
+
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """Hub to generator: get ready to receive `version` as `rank` (1..) of group `epoch`."""
+
+    epoch: int
+    version: int
+    store_host: str
+    store_port: int
+    rank: int
+    world_size: int
+    backend: str
+    buckets: list[list[TensorMeta]]
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Generator to hub: my receiver waits for `Go`."""
+
+    epoch: int
+    version: int
+
+
+class Go(msgspec.Struct, frozen=True, tag="go"):
+    """Hub to publisher and members: build the group of `epoch` if you do not have it, then broadcast.
+
+    `members` names the generators by rank (1..). An empty list means that nobody needs the version."""
+
+    epoch: int
+    version: int
+    members: list[str] = []
+
+
+class Applied(msgspec.Struct, frozen=True, tag="applied"):
+    """Generator to hub: `version` is in use."""
+
+    epoch: int
+    version: int
+    pause_s: float
+    transfer_s: float
+
+
+class TransferFailed(msgspec.Struct, frozen=True, tag="transfer_failed"):
+    """Generator or publisher to hub: the transfer of `version` in group `epoch` failed."""
+
+    epoch: int
+    version: int
+    reason: str
+
+
+class Sent(msgspec.Struct, frozen=True, tag="sent"):
+    """Publisher to hub: the broadcast of `version` in group `epoch` is complete."""
+
+    epoch: int
+    version: int
+    seconds: float
+    nbytes: int
+
+
+class Resync(msgspec.Struct, frozen=True, tag="resync"):
+    """Hub to publisher: offer your latest weights again (a generator joined or a transfer failed)."""
+
+    reason: str
+
+
+# ---- supervisor --------------------------------------------------------------------------------
+
+
+class ProcessEvent(msgspec.Struct, frozen=True, tag="process_event"):
+    """Supervisor to hub: a process started, died or was given up."""
+
+    name: str
+    what: str
+    """`started`, `died` or `gave_up`."""
+    detail: str = ""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Supervisor to hub: stop the run in order: no new leases, learner stops after its step."""
+
+    reason: str
+
+
+class Failure(msgspec.Struct, frozen=True, tag="failure"):
+    """Any process to hub: an event for the journal."""
+
+    name: str
+    what: str
+    detail: str = ""
+
+
+Message = (
+    Hello | Welcome | Rehello | Heartbeat | Lease | Revoke | Stop | Refused | Chunks | Ack | NextBatch
+    | Batch | StepDone | StepFailed | Checkpointed | Offer | Prepare | Ready | Go | Applied
+    | TransferFailed | Sent | Resync | ProcessEvent | Shutdown | Failure
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Encodes a message's header."""
+    return _encoder.encode(message)
+
+
+def decode(header: bytes | memoryview) -> Message:
+    """Decodes a header.
+
+    Raises:
+        msgspec.DecodeError: the bytes are not msgpack.
+        msgspec.ValidationError: no known message has this shape.
+    """
+    return _decoder.decode(header)

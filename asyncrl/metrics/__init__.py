@@ -1,0 +1,1 @@
+"""What a run tells: readers of run.db, the live view, summaries and trackers."""

@@ -1,0 +1,106 @@
+"""The tables of a run's journal, `run.db`, and their version.
+
+Only the SQL: `asyncrl.journal` writes through it (the hub is the one writer), `asyncrl.metrics.reader` and
+every viewer read it. Inserts are idempotent: primary keys are ids and sequence numbers, so a message that
+is handled twice changes nothing. Times are seconds since the epoch (`time`); JSON columns are named so.
+"""
+
+SCHEMA_VERSION = 1
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+-- keys: schema, name, config_json, created, status (running | finished | stopped | failed), reason
+
+CREATE TABLE IF NOT EXISTS task (
+    task_index INTEGER PRIMARY KEY,          -- order of admission
+    task_id TEXT NOT NULL,
+    task_json TEXT NOT NULL                  -- a messages.Task
+);
+
+CREATE TABLE IF NOT EXISTS grp (
+    group_id INTEGER PRIMARY KEY,
+    task_index INTEGER NOT NULL,
+    state TEXT NOT NULL,                     -- running | complete | filtered | retired (all uses trained)
+    reason TEXT NOT NULL DEFAULT '',         -- why it was filtered
+    uses INTEGER NOT NULL DEFAULT 0,         -- batches it was sealed into
+    admitted REAL NOT NULL
+);
+
+CREATE TABLE IF NOT EXISTS episode (
+    episode_id INTEGER PRIMARY KEY,
+    group_id INTEGER NOT NULL,
+    seed INTEGER NOT NULL,
+    state TEXT NOT NULL,                     -- queued | leased | done | trained | filtered | failed
+    reason TEXT NOT NULL DEFAULT '',         -- why filtered or failed
+    status TEXT NOT NULL DEFAULT '',         -- a messages.EpisodeStatus, once ended
+    reward REAL,
+    turns INTEGER NOT NULL DEFAULT 0,
+    next_seq INTEGER NOT NULL DEFAULT 0,     -- set at the end; before, it is the number of chunks
+    length INTEGER NOT NULL DEFAULT 0,       -- tokens; set at the end
+    sampled INTEGER NOT NULL DEFAULT 0,      -- sampled tokens; set at the end
+    min_version INTEGER NOT NULL DEFAULT -1, -- oldest and newest version that sampled a token; set at the end
+    max_version INTEGER NOT NULL DEFAULT -1,
+    ended REAL
+);
+CREATE INDEX IF NOT EXISTS episode_group ON episode (group_id);
+CREATE INDEX IF NOT EXISTS episode_state ON episode (state, reason);
+
+CREATE TABLE IF NOT EXISTS chunk (
+    episode_id INTEGER NOT NULL,
+    seq INTEGER NOT NULL,
+    n INTEGER NOT NULL,
+    version INTEGER NOT NULL,
+    sampled INTEGER NOT NULL,                -- 1: sampled by the policy, 0: observed
+    tokens BLOB NOT NULL,                    -- int32, little-endian
+    logprobs BLOB NOT NULL,                  -- float32, little-endian; empty for observed tokens
+    PRIMARY KEY (episode_id, seq)
+) WITHOUT ROWID;
+
+CREATE TABLE IF NOT EXISTS lease (
+    lease_id INTEGER PRIMARY KEY,
+    episode_id INTEGER NOT NULL,
+    generator TEXT NOT NULL,
+    granted REAL NOT NULL,
+    state TEXT NOT NULL                      -- active | done | lapsed
+);
+CREATE INDEX IF NOT EXISTS lease_active ON lease (state) WHERE state = 'active';
+
+CREATE TABLE IF NOT EXISTS batch (
+    batch_id INTEGER PRIMARY KEY,            -- equal to the learner step that trains it
+    group_ids_json TEXT NOT NULL,            -- in order
+    episode_ids_json TEXT NOT NULL,          -- in order; the order that `plan_json` indexes
+    plan_json TEXT NOT NULL,                 -- [rank][row][index]
+    seed INTEGER NOT NULL,
+    sealed REAL NOT NULL
+);
+
+CREATE TABLE IF NOT EXISTS step (
+    step INTEGER PRIMARY KEY,
+    batch_id INTEGER NOT NULL,
+    ended REAL NOT NULL,
+    metrics_json TEXT NOT NULL
+);
+
+CREATE TABLE IF NOT EXISTS version (
+    version INTEGER PRIMARY KEY,
+    published REAL NOT NULL,
+    seconds REAL NOT NULL,                   -- broadcast time
+    nbytes INTEGER NOT NULL
+);
+
+CREATE TABLE IF NOT EXISTS metric (
+    id INTEGER PRIMARY KEY,
+    time REAL NOT NULL,
+    step INTEGER NOT NULL,                   -- last step done at that time
+    source TEXT NOT NULL,                    -- hub | learner | generator-0 | ...
+    metrics_json TEXT NOT NULL
+);
+
+CREATE TABLE IF NOT EXISTS event (
+    id INTEGER PRIMARY KEY,
+    time REAL NOT NULL,
+    source TEXT NOT NULL,
+    what TEXT NOT NULL,                      -- started, died, lapsed, checkpoint, refused, not_finite, ...
+    detail TEXT NOT NULL DEFAULT ''
+);
+"""
