@@ -57,12 +57,16 @@ class Algo(Section):
     """Lower clip range of the ratio: 1 - clip_low."""
     clip_high: float | None = Field(None, ge=0)
     """Upper clip range of the ratio: 1 + clip_high."""
+    clip_dual: float | None = Field(None, ge=0)
+    """Dual clip: the loss of a token with negative advantage is at most this times its size; 0: off."""
     proximal: Literal["current", "behaviour"] | None = None
     """Denominator of the clipped ratio: the policy before the update, or the engine's log-probs."""
     correction: str | None = None
     """Off-policy correction; `none` switches it off."""
     correction_cap: float | None = Field(None, gt=0)
-    """Cap of the truncated importance weight."""
+    """Cap of the truncated importance weight; above it, `icepop` drops the token."""
+    correction_floor: float | None = Field(None, ge=0)
+    """Importance weight below which `icepop` drops the token."""
     filter: str | None = None
     """Group filter (dynamic sampling); `none` keeps every group."""
     overlong_buffer: int | None = Field(None, ge=0)
@@ -75,7 +79,7 @@ class Env(Section):
     """The environment."""
 
     name: str = "arithmetic"
-    """Name of an installed environment (entry-point group `asyncrl.envs`), or `pkg.mod:make`, `file.py:make`."""
+    """Name of an installed environment (entry point `asyncrl.envs`), or `pkg.mod:make`, `file.py:make`."""
     args: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     max_turns: PositiveInt = 16
@@ -110,7 +114,7 @@ class Staleness(Section):
     max_lag: int = Field(4, ge=0)
     """Versions by which admission may run ahead of training; 0 is synchronous on-policy training."""
     over_age: Literal["train", "mask", "wait"] = "train"
-    """Tokens older than max_lag: train with importance correction, mask, or (wait) admit strictly in order."""
+    """Tokens older than max_lag: train with importance correction, mask, or wait: seal in order of admission."""
     max_token_age: int = Field(64, ge=0)
     """With `train`: tokens with more lag than this are masked."""
 
@@ -185,6 +189,8 @@ class Weights(Section):
     """Time limit of building a group and of each broadcast; on expiry the group is rebuilt."""
     kv: Literal["keep", "recompute"] = "keep"
     """What happens to the KV cache of running requests at an update."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Transport. auto: nccl if learner and generators are on cuda, else gloo. NCCL needs a GPU per process."""
 
 
 class Hub(Section):
@@ -255,6 +261,10 @@ class Toy(Section):
     """Layers of the model."""
     warm_steps: int = Field(300, ge=0)
     """Supervised steps that bring it to partial skill."""
+    warm_rows: PositiveInt = 64
+    """Demonstrations per supervised step."""
+    warm_lr: PositiveFloat = 4e-3
+    """Peak learning rate of the supervised steps."""
     cache_dir: str = "~/.cache/asyncrl"
     """Where the made models are kept."""
 
@@ -313,3 +323,11 @@ class Config(Section):
     def capacity(self) -> int:
         """Episodes that one generator holds at once: `slots + ahead`."""
         return self.generator.slots + self.generator.ahead
+
+    @property
+    def weights_backend(self) -> str:
+        """Process-group backend of weight transfers: `weights.backend`, or what fits both devices."""
+        if self.weights.backend != "auto":
+            return self.weights.backend
+        on_cuda = self.learner.device.startswith("cuda") and self.generator.device.startswith("cuda")
+        return "nccl" if on_cuda else "gloo"

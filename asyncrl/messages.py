@@ -356,9 +356,11 @@ class ProcessEvent(msgspec.Struct, frozen=True, tag="process_event"):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Supervisor to hub: stop the run in order: no new leases, learner stops after its step."""
+    """Supervisor to hub: stop the run in order: no new leases, the learner stops after its step."""
 
     reason: str
+    status: str = ""
+    """Empty: only begin to stop. `finished`, `stopped` or `failed`: record that and exit; everybody else has."""
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):

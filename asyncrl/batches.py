@@ -1,0 +1,43 @@
+"""Cuts a sealed batch into the shares that the learner's ranks ask for.
+
+It reads the journal and builds messages; it decides nothing (the scheduler sealed the batch and its plan).
+Called by the hub, in its journal thread.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.journal import Journal
+from asyncrl.messages import Batch, NextBatch
+from asyncrl.packing import plan
+
+
+class BatchDesk:
+    """Answers `NextBatch` for batches that are in the journal, as often as it is asked."""
+
+    def __init__(self, journal: Journal, config: Config) -> None:
+        self._journal = journal
+        self._config = config
+
+    def share(self, wanted: NextBatch) -> tuple[Batch, list[memoryview]]:
+        """The share of one rank, and its two frames: tokens (int32) and log-probs (float32).
+
+        The plan was made for the number of ranks that the run was configured with. A learner of another
+        size gets a plan of its own, which depends on the batch alone and so is the same for all its ranks.
+        """
+        sealed = self._journal.batch(wanted.step)
+        rows = sealed.plan
+        if len(rows) != wanted.ranks:
+            lengths = [episode.length for episode in sealed.episodes]
+            rows = plan(lengths, wanted.ranks, self._config.learner.token_budget)
+        mine = rows[wanted.rank]
+        order = [index for row in mine for index in row]
+        ids = [sealed.episodes[index].episode_id for index in order]
+        held = self._journal.episode_tokens(ids)
+        tokens = np.concatenate([held[i].tokens for i in ids]) if ids else np.empty(0, np.int32)
+        logprobs = np.concatenate([held[i].logprobs for i in ids]) if ids else np.empty(0, np.float32)
+        spans = [list(held[i].spans) for i in ids]
+        batch = Batch(wanted.step, sealed.batch_id, list(sealed.episodes), mine, spans)
+        return batch, [memoryview(tokens).cast("B"), memoryview(logprobs).cast("B")]

@@ -1,0 +1,199 @@
+"""Runs one episode under one lease: environment, turns, token record, stream of chunks.
+
+It knows the environment and the engine through their protocols and speaks to the hub only through the
+outbox. It is called by `asyncrl.generator.process`, one task per lease, and by `asyncrl.evaluate` with an
+outbox of its own.
+
+The environment is a fault boundary: what it raises, or does not answer in time, fails the episode with the
+reason and never touches another one. Whatever else raises here is a bug or a dead engine and propagates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from asyncrl.chat import ChatFormat
+from asyncrl.config import Config
+from asyncrl.envs.base import Env, Environment, Message, Start, Step
+from asyncrl.generator.engines.base import Delta, Engine, SamplingParams
+from asyncrl.generator.record import TokenRecord
+from asyncrl.messages import Chunk, EpisodeEnd, EpisodeStatus, Lease
+
+T = TypeVar("T")
+
+
+class Sink(Protocol):
+    """Where an episode's chunks and end go; `Outbox` is one."""
+
+    def chunk(self, chunk: Chunk, tokens: list[int], logprobs: list[float]) -> None:
+        """Takes a chunk."""
+
+    def end(self, end: EpisodeEnd) -> None:
+        """Takes the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What all episodes of a generator share."""
+
+    config: Config
+    environment: Environment
+    chat: ChatFormat
+    engine: Engine
+    sink: Sink
+
+
+class _EnvironmentFault(Exception):
+    def __init__(self, status: EpisodeStatus, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+class EpisodeRunner:
+    """One episode from its lease to its end. `await run()` once; cancelling it aborts the request."""
+
+    def __init__(self, world: World, lease: Lease, record: TokenRecord) -> None:
+        self._world = world
+        self._lease = lease
+        self._record = record
+        self._seq = lease.prefix.next_seq
+        self._rewards: list[float] = []
+        self._turns = 0
+        self._tools: list[dict[str, Any]] = []
+        self._messages: list[Message] = []
+
+    async def run(self) -> None:
+        """Runs the episode and sends its end, whatever the environment does."""
+        env = self._world.environment.make()
+        try:
+            status, detail = await self._play(env), ""
+        except _EnvironmentFault as fault:
+            status, detail = fault.status, str(fault)
+        finally:
+            await self._close(env)
+        reward = sum(self._rewards) if self._rewards and not status.is_failed else None
+        lease = self._lease
+        self._world.sink.end(
+            EpisodeEnd(lease.lease_id, lease.episode_id, self._seq, status, reward, self._turns, detail)
+        )
+
+    # ---- turns -----------------------------------------------------------------------------------
+
+    async def _play(self, env: Env) -> EpisodeStatus:
+        start = await self._ask(env.reset(self._lease.task), Start, "reset")
+        self._messages, self._tools = list(start.messages), start.tools
+        if not self._record.spans:
+            self._observe(self._world.chat.prompt_ids(start.messages, start.tools))
+        else:
+            await self._replay(env)
+        while True:
+            finish = await self._sample_turn()
+            if finish == "context":
+                return EpisodeStatus.TRUNCATED_CONTEXT
+            status = await self._answer(env, self._record.turns()[-1], finish)
+            if status is not None:
+                return status
+
+    async def _replay(self, env: Env) -> None:
+        """Brings a fresh environment to where the recorded prefix is, by repeating its finished turns."""
+        turns = self._record.turns()
+        finished = turns[:-1] if self._record.ends_sampled else turns
+        for ids in finished:
+            step = await self._step(env, ids)
+            self._messages += [self._world.chat.message(ids), *step.messages]
+
+    async def _answer(self, env: Env, ids: list[int], finish: str) -> EpisodeStatus | None:
+        """Gives a finished turn to the environment; returns the status if the episode is over."""
+        step = await self._step(env, ids)
+        if finish == "length":
+            return EpisodeStatus.TRUNCATED_LENGTH
+        if step.done:
+            return EpisodeStatus.COMPLETED
+        if self._turns >= self._world.config.env.max_turns:
+            return EpisodeStatus.TRUNCATED_TURNS
+        before = [*self._messages, self._world.chat.message(ids)]
+        suffix = self._world.chat.suffix_ids(before, finish == "stop", step.messages, self._tools)
+        if suffix is None:
+            raise _EnvironmentFault(
+                EpisodeStatus.FAILED_ENVIRONMENT,
+                "the chat template rewrites earlier turns, so this turn cannot be appended to the record",
+            )
+        self._messages = before + step.messages
+        self._observe(suffix)
+        return None
+
+    async def _step(self, env: Env, ids: list[int]) -> Step:
+        step = await self._ask(env.step(self._world.chat.message(ids)), Step, "step")
+        self._turns += 1
+        self._rewards += [value for value in step.rewards.values() if value is not None]
+        return step
+
+    # ---- tokens ----------------------------------------------------------------------------------
+
+    async def _sample_turn(self) -> str:
+        """Samples until the turn ends; returns `stop`, `length` (of the turn) or `context`."""
+        config, record = self._world.config, self._record
+        stop_ids = self._world.chat.stop_token_ids
+        sampled = record.turns()[-1] if record.ends_sampled else []
+        if sampled and sampled[-1] in stop_ids:
+            return "stop"
+        left = config.sampling.max_tokens - len(sampled)
+        room = config.generator.max_model_len - len(record.ids)
+        if left <= 0:
+            return "length"
+        if room <= 0:
+            return "context"
+        params = SamplingParams(
+            min(left, room), tuple(stop_ids), config.sampling.temperature, self._lease.seed
+        )
+        finish = "abort"
+        async for delta in self._world.engine.generate(str(self._lease.lease_id), list(record.ids), params):
+            self._take(delta)
+            finish = delta.finish_reason or finish
+        if finish == "abort":
+            raise asyncio.CancelledError(f"request of lease {self._lease.lease_id} was aborted")
+        return "context" if finish == "length" and room < left else finish
+
+    def _take(self, delta: Delta) -> None:
+        if delta.token_ids:
+            self._record.sample(delta.token_ids, delta.logprobs, delta.version)
+            self._send(delta.token_ids, delta.logprobs, delta.version, True)
+
+    def _observe(self, ids: list[int]) -> None:
+        self._record.observe(ids)
+        self._send(ids, [0.0] * len(ids), -1, False)
+
+    def _send(self, ids: list[int], logprobs: list[float], version: int, sampled: bool) -> None:
+        lease = self._lease
+        chunk = Chunk(lease.lease_id, lease.episode_id, self._seq, len(ids), version, sampled)
+        self._seq += 1
+        self._world.sink.chunk(chunk, ids, logprobs)
+
+    # ---- the fault boundary ----------------------------------------------------------------------
+
+    async def _ask(self, question: Coroutine[Any, Any, T], kind: type[T], what: str) -> T:
+        limit = self._world.config.env.timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                answer = await question
+        except TimeoutError:
+            detail = f"{what} did not answer within env.timeout_s = {limit:g} s"
+            raise _EnvironmentFault(EpisodeStatus.FAILED_TIME, detail) from None
+        except Exception as error:
+            detail = f"{what} raised {type(error).__name__}: {error}"
+            raise _EnvironmentFault(EpisodeStatus.FAILED_ENVIRONMENT, detail) from error
+        if not isinstance(answer, kind):
+            detail = f"{what} returned {type(answer).__name__}, not {kind.__name__}"
+            raise _EnvironmentFault(EpisodeStatus.FAILED_ENVIRONMENT, detail)
+        return answer
+
+    async def _close(self, env: Env) -> None:
+        """A failure to close concerns nobody but the environment: the episode's result stands."""
+        try:
+            async with asyncio.timeout(self._world.config.env.timeout_s):
+                await env.close()
+        except Exception as error:
+            print(f"environment of episode {self._lease.episode_id} failed to close: {error!r}", flush=True)

@@ -1,0 +1,70 @@
+"""The token record of one episode: append-only ids, log-probs and the spans that say where they come from.
+
+Sampled ids are kept as sampled and are never re-tokenised; a turn is appended as a suffix. The record holds
+no text and does no I/O. The episode loop appends to it and hands the same tokens to the outbox.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from asyncrl.messages import Prefix, Span
+
+
+class TokenRecord:
+    """Everything that is known of one episode's tokens, and which turn they belong to."""
+
+    def __init__(self) -> None:
+        self.ids = array("i")
+        self.logprobs = array("f")
+        self.spans: list[Span] = []
+
+    @classmethod
+    def from_prefix(cls, prefix: Prefix, tokens: bytes | memoryview, logprobs: bytes | memoryview) -> TokenRecord:
+        """Rebuilds the record of an episode that another generator began.
+
+        Raises:
+            ValueError: the arrays and the spans disagree in length.
+        """
+        record = cls()
+        record.ids.frombytes(bytes(tokens))
+        record.logprobs.frombytes(bytes(logprobs))
+        record.spans = list(prefix.spans)
+        total = sum(span.n for span in record.spans)
+        if not total == len(record.ids) == len(record.logprobs):
+            raise ValueError(
+                f"a prefix has {len(record.ids)} tokens and {len(record.logprobs)} log-probs, "
+                f"but its spans add up to {total}"
+            )
+        return record
+
+    def observe(self, ids: Sequence[int]) -> None:
+        """Appends tokens that the policy did not sample (prompt, tool results, user text)."""
+        self.ids.extend(ids)
+        self.logprobs.extend([0.0] * len(ids))
+        self.spans.append(Span(len(ids), -1, False))
+
+    def sample(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Appends tokens that the policy sampled with the weights of `version`."""
+        self.ids.extend(ids)
+        self.logprobs.extend(logprobs)
+        self.spans.append(Span(len(ids), version, True))
+
+    def turns(self) -> list[list[int]]:
+        """The sampled tokens of each assistant turn, in order; neighbouring sampled spans are one turn."""
+        turns: list[list[int]] = []
+        position, in_turn = 0, False
+        for span in self.spans:
+            if span.sampled:
+                if not in_turn:
+                    turns.append([])
+                turns[-1].extend(self.ids[position : position + span.n])
+            in_turn = span.sampled
+            position += span.n
+        return turns
+
+    @property
+    def ends_sampled(self) -> bool:
+        """Whether the last token was sampled, so that its turn may still be going on."""
+        return bool(self.spans) and self.spans[-1].sampled

@@ -1,0 +1,237 @@
+"""The groups and episodes that a scheduler holds in memory, their states, and the order of training.
+
+    episode   QUEUED ──grant──► LEASED ──end──► DONE ──all uses trained──► trained   (final, leaves memory)
+                 ▲                │              └───group filtered──────► filtered  (final, leaves memory)
+                 └──lapse, left───┘──failed end─────────────────────────► FAILED    (final)
+
+    group     RUNNING ──last end──► COMPLETE ──all uses trained──► retired
+                          └──► filtered(reason)
+
+Data and pure functions of it; the transitions are made by `asyncrl.scheduler` and `asyncrl.leases`, and
+`asyncrl.recovery` builds the same objects from the journal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from statistics import pstdev
+from typing import TYPE_CHECKING, Literal
+
+from asyncrl.messages import EpisodeEnd, EpisodeStatus, Task
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+Order = Literal["fifo", "freshest", "priority"]
+
+KeepGroup = Callable[[Sequence[float | None]], str | None]
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): rewards of a group's rewarded episodes to None
+(keep it) or the reason why it is not trained."""
+
+
+class EpisodeState(StrEnum):
+    """Where an episode of a live group is."""
+
+    QUEUED = "queued"
+    LEASED = "leased"
+    DONE = "done"
+    """Ended with a reward; waits for its group, then for its batches."""
+    FAILED = "failed"
+    """Ended without one; final."""
+
+
+class GroupState(StrEnum):
+    """Where a live group is."""
+
+    RUNNING = "running"
+    COMPLETE = "complete"
+
+
+@dataclass(slots=True)
+class Episode:
+    """One attempt at a group's task, as far as scheduling is concerned: no tokens."""
+
+    episode_id: int
+    seed: int
+    group: Group = field(repr=False, compare=False)
+    state: EpisodeState = EpisodeState.QUEUED
+    lease_id: int | None = None
+    """The lease that runs it or that ended it; None while it is queued."""
+    resumed: bool = False
+    """Whether it ever lost a lease; such an episode goes before all others."""
+    next_seq: int = 0
+    """Chunks accepted so far."""
+    length: int = 0
+    sampled: int = 0
+    min_version: int = -1
+    """Oldest version that sampled one of its tokens, -1 while there is none."""
+    max_version: int = -1
+    reward: float | None = None
+
+
+@dataclass(slots=True)
+class Group:
+    """The episodes of one task that share a baseline."""
+
+    group_id: int
+    task_index: int
+    task: Task = field(repr=False)
+    needs_version: int
+    """A generator must have applied this version or a newer one to run its episodes."""
+    state: GroupState = GroupState.RUNNING
+    uses: int = 0
+    """Batches it was sealed into."""
+    trained: int = 0
+    """Batches of these that are trained."""
+    episodes: list[Episode] = field(default_factory=list)
+
+    @property
+    def rewarded(self) -> list[Episode]:
+        """The episodes that are trained on, in order."""
+        return [episode for episode in self.episodes if episode.state is EpisodeState.DONE]
+
+    @property
+    def rewards(self) -> list[float]:
+        """The rewards of `rewarded`."""
+        return [episode.reward for episode in self.rewarded if episode.reward is not None]
+
+
+class Verdict(Enum):
+    """What becomes of a chunk or an end."""
+
+    ACCEPTED = "accepted"
+    """New and in order: write it, then ack it."""
+    DUPLICATE = "duplicate"
+    """Held already: ack it."""
+    REFUSED = "refused"
+    """Its lease has lapsed, its episode is over, a chunk before it is missing, or it makes no sense."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A batch that was just sealed. `plan` is [rank][row][index into episode_ids]."""
+
+    batch_id: int
+    step: int
+    """Equal to batch_id: the learner step that trains it, 1, 2, ..."""
+    group_ids: list[int]
+    episode_ids: list[int]
+    plan: list[list[list[int]]]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The settings that scheduling obeys; see `asyncrl.config` for what each means."""
+
+    groups_per_step: int
+    group_size: int
+    max_lag: int
+    over_age: Literal["train", "mask", "wait"]
+    reuse: int
+    order: Order
+    steps: int
+    lease_s: float
+    seed: int
+    ranks: int
+    token_budget: int
+
+    def __post_init__(self) -> None:
+        if self.over_age == "wait" and self.order != "fifo":
+            raise ValueError(
+                f'staleness.over_age = "wait" trains in strict order of admission, which contradicts '
+                f'replay.order = "{self.order}"; set replay.order = "fifo", or over_age to train or mask'
+            )
+
+    @classmethod
+    def from_config(cls, config: Config) -> Rules:
+        """Reads them from a run's configuration.
+
+        Raises:
+            ValueError: `staleness.over_age` and `replay.order` contradict each other.
+        """
+        return cls(
+            groups_per_step=config.train.groups_per_step,
+            group_size=config.train.group_size,
+            max_lag=config.staleness.max_lag,
+            over_age=config.staleness.over_age,
+            reuse=config.replay.reuse,
+            order=config.replay.order,
+            steps=config.train.steps,
+            lease_s=config.hub.lease_s,
+            seed=config.run.seed,
+            ranks=config.learner.ranks,
+            token_budget=config.learner.token_budget,
+        )
+
+    def groups_wanted(self, version: int) -> int:
+        """Groups, without filtered ones, that may have been admitted once `version` is published.
+
+        With `reuse = 1` this is design.md's `(max_lag + version + 1) * groups_per_step`, but never more
+        than the run's steps can use. A batch needs `groups_per_step` *different* groups, so with a reuse of
+        r the groups of one step feed r steps: a new block of `groups_per_step` opens every r versions. The
+        newest block was sealed at most r - 1 times before the next one opens, whatever the order of
+        training is, so there are always enough groups for the next batch.
+        """
+        last_step = min(self.max_lag + version, self.steps - 1)
+        return self.groups_per_step * (last_step // self.reuse + 1)
+
+    def needs_version(self, ordinal: int) -> int:
+        """Oldest version that may sample the group that is the `ordinal`-th (0, 1, ...) of those kept.
+
+        The group is due at step `ordinal // groups_per_step * reuse` (counted from 0), which the learner
+        takes at the version of that number, so tokens `max_lag` older are still in time. A group that is
+        filtered moves those behind it forward, which only lowers their lag. Never more than the published
+        version that admitted the group (`groups_wanted` solved for the version), so it can always be met.
+        """
+        return max(0, ordinal // self.groups_per_step * self.reuse - self.max_lag)
+
+
+def in_order(groups: Iterable[Group], order: Order) -> list[Group]:
+    """Sorts complete groups, given oldest first, into the order in which they enter a batch."""
+    ranked = list(groups)
+    if order == "freshest":
+        ranked.reverse()
+    elif order == "priority":
+        ranked.sort(key=lambda group: -pstdev(group.rewards))
+    return ranked
+
+
+def reason_to_filter(group: Group, keep_group: KeepGroup) -> str | None:
+    """Why a group whose episodes have all ended is not trained; None: it is complete."""
+    rewards = group.rewards
+    if len(rewards) < min(2, len(group.episodes)):
+        return "fewer than two rewarded episodes"
+    return keep_group(rewards)
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed of 63 bits that depends on every part and on nothing else (BLAKE2b)."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def kind_of(reason: str) -> str:
+    """The part of a reason that is counted: what stands before its first colon."""
+    return reason.partition(":")[0]
+
+
+def reason_of_failure(e: EpisodeEnd, episode: Episode, token_budget: int) -> str | None:
+    """Why an ended episode has nothing to train on; None if it has."""
+    if e.status not in set(EpisodeStatus):
+        return f"unknown status: {e.status}"
+    if EpisodeStatus(e.status).is_failed:
+        return f"{e.status.removeprefix('failed_')}: {e.detail or 'no detail given'}"
+    if e.reward is None:
+        return "no reward"
+    if not math.isfinite(e.reward):
+        return f"reward is not finite: {e.reward}"
+    if episode.sampled == 0:
+        return "nothing was sampled"
+    if episode.length > token_budget:
+        return f"longer than learner.token_budget: {episode.length} tokens"
+    return None

@@ -1,0 +1,445 @@
+"""The hub process: it wires scheduler, roster and journal to two sockets, and decides nothing itself.
+
+    generators ──Chunks──▶ data ROUTER ─┐                      ┌─▶ committer (run.db, its own thread)
+    generators ──Hello, Heartbeat, … ──▶│                      │        │ durable
+    learner ranks ──NextBatch, StepDone▶├─▶ scheduler, roster ─┤        ▼
+    publisher ──Offer, Sent ───────────▶│   (pure, in memory)  └── actions: Ack, Lease, Batch, Go, …
+    supervisor ──ProcessEvent, Shutdown▶┘
+
+Write-ahead: an event changes the scheduler in memory, which yields journal records; whatever the hub sends
+because of the event is an *action* that runs only after those records are durable (`asyncrl.commit`).
+
+    | waits for            | who                 | unblocked by                       | limit              |
+    |----------------------|---------------------|------------------------------------|--------------------|
+    | a batch              | learner rank        | enough complete groups             | learner asks again |
+    | a lease              | free generator slot | admission (version), another's end | -                  |
+    | Ready, Applied, Sent | roster              | generators, publisher              | weights.timeout_s  |
+    | an ack               | generator's outbox  | the commit                         | re-sent            |
+
+Everything it knows is in run.db: `kill -9` and a new start lose nothing. It never imports torch. Started by
+the supervisor, or by hand with `asyncrl hub --run runs/<name> --port 5555`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from asyncrl import records
+from asyncrl.batches import BatchDesk
+from asyncrl.commit import Committer
+from asyncrl.config import Config
+from asyncrl.envs.registry import load
+from asyncrl.journal import Journal, JournalError
+from asyncrl.messages import (
+    PROTOCOL,
+    Ack,
+    Applied,
+    Checkpointed,
+    Chunks,
+    Failure,
+    Heartbeat,
+    Hello,
+    Lease,
+    Message,
+    NextBatch,
+    Offer,
+    Prefix,
+    ProcessEvent,
+    Ready,
+    Refused,
+    Rehello,
+    Revoke,
+    Sent,
+    Shutdown,
+    StepDone,
+    StepFailed,
+    Stop,
+    TransferFailed,
+    Welcome,
+)
+from asyncrl.process import EXIT_STOP_RUN
+from asyncrl.recovery import restore
+from asyncrl.roster import Note, Published, Restart, Roster, Send
+from asyncrl.scheduler import Grant, Rules, Scheduler, Verdict
+from asyncrl.trainers.filters import group_filter
+from asyncrl.transport import AsyncSocket
+
+REPORT_S = 1.0
+"""Interval of the hub's own metrics."""
+
+
+class Hub:
+    """One run's hub. `await run()` returns the exit status."""
+
+    def __init__(self, run_dir: Path, port: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._started = time.time() - self._loop.time()
+        self._journal = journal = Journal.open(run_dir / "run.db")
+        self._run_dir = run_dir
+        self._config_json = journal.get("config_json")
+        self._config = config = Config.model_validate_json(self._config_json)
+        assert config.algo.filter is not None
+        self._environment = load(config.env.name, config.env.args)
+        self._scheduler: Scheduler = restore(
+            Rules.from_config(config), group_filter(config.algo.filter), journal, self._now()
+        )
+        self._roster = Roster(config, self._scheduler.version)
+        self._host, self._port = config.hub.host, port
+        self._peers: dict[str, bytes] = {}
+        self._roles: dict[bytes, str] = {}
+        self._committer = Committer(journal, self._scheduler.take_records)
+        self._record, self._after = self._committer.record, self._committer.after
+        self._desk = BatchDesk(journal, config)
+        self._wanted: dict[tuple[int, int], tuple[bytes, NextBatch]] = {}
+        self._advance_scheduled = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopping = ""
+        self._served_step = 0
+        self._exit: asyncio.Future[int] = self._loop.create_future()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._chunk_count = self._token_count = 0
+
+    async def run(self) -> int:
+        """Serves until a shutdown; returns the exit status."""
+        self._loop.set_exception_handler(self._broken)
+        self._control = AsyncSocket(zmq.ROUTER, self._on_control)
+        self._data = AsyncSocket(zmq.ROUTER, self._on_data)
+        self._control.bind(f"tcp://{self._host}:{self._port}")
+        self._data.bind(f"tcp://{self._host}:{self._port + 1}")
+        self._record(records.event(self._now(), "hub", "started", f"port {self._port}"))
+        self._record(records.run_key("status", "running"), records.run_key("reason", ""))
+        self._spawn(self._committer.run_forever(), "commit")
+        self._spawn(self._reports_forever(), "report")
+        self._changed()
+        status = await self._exit
+        self._control.close()
+        self._data.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._committer.close()
+        return status
+
+    # ---- messages --------------------------------------------------------------------------------
+
+    def _on_control(self, peer: bytes, message: Message, frames: list[memoryview]) -> None:
+        if isinstance(message, Hello):
+            self._on_hello(peer, message)
+        elif peer not in self._roles:
+            # The hub was restarted; the peer must introduce itself before anything else counts.
+            self._control.send(Rehello(), to=peer)
+            return
+        else:
+            self._dispatch(peer, peer.decode(errors="replace").split("/")[0], message)
+        self._changed()
+
+    def _dispatch(self, peer: bytes, name: str, message: Message) -> None:
+        now = self._now()
+        match message:
+            case Heartbeat(leases, stats):
+                self._revoke(peer, self._scheduler.heartbeat(name, leases, now))
+                self._record(records.metric(now, self._scheduler.step, name, stats))
+            case Ready(epoch, _):
+                self._roster.ready(name, epoch, now)
+            case Applied():
+                self._scheduler.generator_version(name, message.version)
+                self._roster.applied(name, message, now)
+            case TransferFailed():
+                self._roster.failed(name, message, now)
+            case Offer():
+                self._roster.offer(message, now)
+            case Sent():
+                self._roster.sent(message, now)
+            case NextBatch():
+                self._on_next_batch(peer, message)
+            case StepDone():
+                self._on_step_done(message, now)
+            case StepFailed(step, batch_id, reason):
+                self._fail(f"step {step} was not applied: {reason}; batch {batch_id} is kept in run.db")
+            case Checkpointed(step, path):
+                self._record(records.event(now, name, "checkpoint", f"step {step}: {path}"))
+            case ProcessEvent():
+                self._on_process_event(message, now)
+            case Failure(source, what, detail):
+                self._record(records.event(now, source, what, detail))
+            case Shutdown(reason, status):
+                self._shutdown(reason, status)
+            case _:
+                self._control.malformed += 1
+
+    def _on_hello(self, peer: bytes, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL:
+            reason = f"{hello.name} speaks protocol {hello.protocol}, this hub {PROTOCOL}; install one version"
+            self._control.send(Refused(reason), to=peer)
+            return
+        now = self._now()
+        self._peers[hello.name] = peer
+        self._roles[peer] = hello.role
+        data = f"tcp://{self._host}:{self._port + 1}"
+        welcome = Welcome(
+            self._config_json.encode(),
+            str(self._run_dir),
+            data,
+            self._scheduler.version,
+            self._scheduler.step,
+        )
+        self._after(partial(self._control.send, welcome, to=peer))
+        if hello.role == "generator" and (self._stopping or self._scheduler.finished):
+            self._after(partial(self._control.send, Stop(self._stopping or "all steps are done"), to=peer))
+            return
+        if hello.role == "generator" and hello.capacity > 0:
+            stray = self._scheduler.generator_joined(
+                hello.name, hello.incarnation, hello.capacity, hello.version, hello.leases, now
+            )
+            self._revoke(peer, stray)
+            self._roster.generator_joined(hello.name, hello.incarnation, hello.version, now)
+        elif hello.role == "publisher":
+            self._roster.publisher_joined(hello.incarnation, now)
+
+    def _on_data(self, peer: bytes, message: Message, frames: list[memoryview]) -> None:
+        if not isinstance(message, Chunks) or not _frames_fit(message, frames):
+            self._data.malformed += 1
+            return
+        refused: set[int] = set()
+        at = 0
+        for chunk in message.chunks:
+            stop = at + 4 * chunk.n
+            verdict = self._scheduler.chunk(chunk)
+            if verdict is Verdict.ACCEPTED:
+                self._record(records.chunk(chunk, frames[0][at:stop], frames[1][at:stop]))
+                self._token_count += chunk.n
+            elif verdict is Verdict.REFUSED:
+                refused.add(chunk.lease_id)
+            at = stop
+        self._chunk_count += len(message.chunks)
+        for end in message.ends:
+            if self._scheduler.end(end, self._now()) is Verdict.REFUSED:
+                refused.add(end.lease_id)
+        ack = Ack(message.message_id, sorted(refused))
+        self._after(partial(self._data.send, ack, to=peer))
+        if message.ends:
+            self._changed()
+
+    def _on_next_batch(self, peer: bytes, wanted: NextBatch) -> None:
+        if wanted.step > self._scheduler.step + 1:
+            # The learner has done a step that is not recorded: its StepDone was lost on the way.
+            self._control.send(Rehello(), to=peer)
+            return
+        self._wanted[wanted.step, wanted.rank] = (peer, wanted)
+
+    def _on_step_done(self, done: StepDone, now: float) -> None:
+        self._scheduler.step_done(done.step)
+        self._record(records.step(done.step, done.batch_id, now, done.metrics))
+        if self._scheduler.done:
+            self._scheduler.finish("run ended")
+            self._record(records.run_key("status", "finished"))
+            self._stop_generators("all steps are done")
+
+    def _on_process_event(self, event: ProcessEvent, now: float) -> None:
+        self._record(records.event(now, event.name, event.what, event.detail))
+        if event.what == "died":
+            self._forget(event.name)
+            if event.name.startswith("generator"):
+                self._scheduler.generator_left(event.name)
+                self._roster.generator_left(event.name, now)
+            elif event.name.startswith("learner"):
+                self._forget("publisher")
+                self._wanted.clear()
+                self._roster.publisher_left(now)
+
+    # ---- moving on -------------------------------------------------------------------------------
+
+    def _changed(self) -> None:
+        """Something happened; look once, after all messages at hand, at what has become possible."""
+        if not self._advance_scheduled:
+            self._advance_scheduled = True
+            self._loop.call_soon(self._advance)
+
+    def _advance(self) -> None:
+        self._advance_scheduled = False
+        now = self._now()
+        self._scheduler.lapse(now)
+        self._roster.expire(now)
+        if not self._stopping:
+            self._admit(now)
+            self._grant(now)
+        self._serve_batches(now)
+        self._roster_effects(now)
+        self._record(*self._scheduler.take_records())
+        self._set_timer(now)
+
+    def _admit(self, now: float) -> None:
+        """Admits no more than generators can take at once: a task is drawn when there is room for it."""
+        room = self._scheduler.leases.free - self._scheduler.leases.queued
+        while room > 0 and self._scheduler.may_admit():
+            room -= self._config.train.group_size
+            index = self._scheduler.next_task_index
+            try:
+                task = self._environment.task("train", index)
+            except IndexError:
+                self._fail(f"the environment has no more training tasks after {index}")
+                return
+            self._scheduler.admit(task, now)
+
+    def _grant(self, now: float) -> None:
+        for grant in self._scheduler.grant(now):
+            if grant.next_seq > 0:
+                self._after(partial(self._spawn_lease, grant))
+            else:
+                self._after(partial(self._send_lease, grant, Prefix(), b"", b""))
+
+    def _send_lease(self, grant: Grant, prefix: Prefix, tokens: bytes, logprobs: bytes) -> None:
+        lease = Lease(grant.lease_id, grant.episode_id, grant.task, grant.seed, prefix)
+        self._send_to(grant.generator, lease, (tokens, logprobs))
+
+    def _spawn_lease(self, grant: Grant) -> None:
+        async def send() -> None:
+            self._send_lease(grant, *await self._committer.read(self._journal.prefix, grant.episode_id))
+
+        self._spawn(send(), "lease")
+
+    def _serve_batches(self, now: float) -> None:
+        for (step, rank), (peer, wanted) in list(self._wanted.items()):
+            if self._stopping and step > self._served_step:
+                reply: Message | None = Stop(self._stopping)
+            elif step > self._config.train.steps:
+                reply = Stop("all steps are done")
+            elif step <= self._scheduler.sealed_step or self._scheduler.seal(now) is not None:
+                reply = None
+                self._served_step = max(self._served_step, step)
+            else:
+                continue
+            del self._wanted[step, rank]
+            if reply is not None:
+                self._after(partial(self._control.send, reply, to=peer))
+            else:
+                self._after(partial(self._spawn_batch, peer, wanted))
+
+    def _spawn_batch(self, peer: bytes, wanted: NextBatch) -> None:
+        async def send() -> None:
+            batch, frames = await self._committer.read(self._desk.share, wanted)
+            self._control.send(batch, frames, to=peer)
+
+        self._spawn(send(), "batch")
+
+    def _roster_effects(self, now: float) -> None:
+        for effect in self._roster.take_effects():
+            match effect:
+                case Send(to, message):
+                    self._after(partial(self._send_to, to, message))
+                case Note(what, detail):
+                    self._record(records.event(now, "weights", what, detail))
+                case Published(version, seconds, nbytes):
+                    self._scheduler.published(version)
+                    self._record(records.version(version, now, seconds, nbytes))
+                    self._changed()
+                case Restart(name, reason):
+                    self._after(partial(self._send_to, name, Refused(reason)))
+
+    def _set_timer(self, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadlines = [self._scheduler.next_deadline(), self._roster.next_deadline()]
+        due = min((deadline for deadline in deadlines if deadline is not None), default=None)
+        if due is not None:
+            self._timer = self._loop.call_later(max(0.0, due - now) + 0.001, self._changed)
+
+    # ---- stopping --------------------------------------------------------------------------------
+
+    def _shutdown(self, reason: str, status: str) -> None:
+        """First call: no new leases, the learner stops after its step. `status` ends the hub itself."""
+        if not self._stopping:
+            self._stopping = reason
+            self._stop_generators(reason)
+        if status:
+            if not (status == "stopped" and self._scheduler.done):
+                self._record(records.run_key("status", status))
+                self._record(records.run_key("reason", reason))
+            self._after(partial(self._leave, 0))
+
+    def _stop_generators(self, reason: str) -> None:
+        for peer, role in self._roles.items():
+            if role == "generator":
+                self._after(partial(self._control.send, Stop(reason), to=peer))
+
+    def _fail(self, reason: str) -> None:
+        """The run cannot go on: the reason is journalled and every process is told to stop."""
+        self._record(records.event(self._now(), "hub", "failed", reason))
+        self._record(records.run_key("status", "failed"))
+        self._record(records.run_key("reason", reason))
+        self._stopping = self._stopping or reason
+        self._stop_generators(reason)
+        self._after(partial(self._leave, EXIT_STOP_RUN))
+
+    def _leave(self, status: int) -> None:
+        if not self._exit.done():
+            self._exit.set_result(status)
+
+    # ---- small things ----------------------------------------------------------------------------
+
+    async def _reports_forever(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            counts: dict[str, float] = dict(self._scheduler.counts())
+            committer = self._committer
+            counts |= {"chunks": self._chunk_count, "tokens": self._token_count, "commits": committer.commits}
+            counts["commit_ms"] = 1e3 * committer.seconds / max(1, committer.commits)
+            counts["malformed"] = self._control.malformed + self._data.malformed
+            self._chunk_count = self._token_count = committer.commits = 0
+            committer.seconds = 0.0
+            self._record(records.metric(self._now(), self._scheduler.step, "hub", counts))
+
+    def _send_to(self, name: str, message: Message, frames: Sequence[bytes] = ()) -> None:
+        peer = self._peers.get(name)
+        if peer is not None:
+            self._control.send(message, frames, to=peer)
+
+    def _revoke(self, peer: bytes, leases: Sequence[int]) -> None:
+        if leases:
+            message = Revoke(list(leases), "the lease lapsed or belongs to another generator")
+            self._after(partial(self._control.send, message, to=peer))
+
+    def _forget(self, name: str) -> None:
+        peer = self._peers.pop(name, None)
+        if peer is not None:
+            self._roles.pop(peer, None)
+
+    def _now(self) -> float:
+        """Seconds since the epoch that never run backwards."""
+        return self._started + self._loop.time()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._spawned_over)
+
+    def _broken(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A bug in a handler: what is in memory can no longer be trusted, what is in run.db can."""
+        self._loop.default_exception_handler(context)
+        self._leave(1)
+
+    def _spawned_over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, JournalError):
+            print(f"hub: {error}", flush=True)
+            self._leave(EXIT_STOP_RUN)
+        elif error is not None:
+            print(f"hub: {task.get_name()} failed: {error!r}", flush=True)
+            self._leave(1)
+
+
+def _frames_fit(message: Chunks, frames: list[memoryview]) -> bool:
+    """Whether the frames hold exactly the tokens and log-probs that the header announces."""
+    if len(frames) != 2 or any(chunk.n < 1 for chunk in message.chunks):
+        return False
+    nbytes = 4 * sum(chunk.n for chunk in message.chunks)
+    return len(frames[0]) == nbytes == len(frames[1])

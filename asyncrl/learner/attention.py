@@ -1,0 +1,167 @@
+"""Attention over packed rows: every segment of a `[1, tokens]` row attends to itself only.
+
+Registered with transformers as `asyncrl_varlen`; a model takes it by name and gets the row's `Segments` as a
+keyword argument of its forward. No mask is ever built. On CUDA it is flash_attention_2 where that is
+installed, else torch's own variable-length kernel. On the CPU, segments of similar length become one batched
+call: they are right-padded to a multiple of 8, which a causal mask makes harmless, and the index plan is made
+once per row, not once per layer.
+
+Models whose attention is more than causal (soft caps, sinks, a window that is shorter than a segment on the
+CPU) are refused here; everything else that could go wrong is caught by `asyncrl.learner.selftest`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+NAME = "asyncrl_varlen"
+PAD_TO = 8
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where a row's segments lie, in the form that the device's kernel takes."""
+
+    bounds: Tensor
+    """[S + 1] int32, cumulative lengths; the last is the row's length."""
+    longest: int
+    gather: Tensor
+    """[P] token of each padded position; a padding position repeats a token of the row (CPU only)."""
+    real: Tensor
+    """[P, 1] float32: 1 for tokens, 0 for padding (CPU only)."""
+    place: Tensor
+    """[tokens] padded position of each token (CPU only)."""
+    blocks: tuple[tuple[int, int], ...]
+    """(segments, padded length) of each batched call, in the order of `gather` (CPU only)."""
+
+    def to(self, device: torch.device) -> Segments:
+        """The same segments on another device."""
+        moved = (t.to(device) for t in (self.gather, self.real, self.place))
+        return Segments(self.bounds.to(device), self.longest, *moved, self.blocks)
+
+
+def segments(lengths: Sequence[int]) -> Segments:
+    """Plans the attention of a row whose segments have these lengths (each at least 1)."""
+    sizes = np.asarray(lengths, dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    padded = -(-sizes // PAD_TO) * PAD_TO
+    gather, place, blocks, offset = [], np.empty(starts[-1], np.int64), [], 0
+    for width in np.unique(padded):
+        which = np.flatnonzero(padded == width)
+        inside = np.arange(width) < sizes[which, None]
+        source = starts[which, None] + np.minimum(np.arange(width), sizes[which, None] - 1)
+        place[source[inside]] = offset + np.flatnonzero(inside)
+        gather.append((source, inside))
+        blocks.append((len(which), int(width)))
+        offset += source.size
+    return Segments(
+        bounds=torch.from_numpy(starts.astype(np.int32)),
+        longest=int(sizes.max()),
+        gather=torch.from_numpy(np.concatenate([source.ravel() for source, _ in gather])),
+        real=torch.from_numpy(np.concatenate([inside.ravel() for _, inside in gather]).astype(np.float32))[
+            :, None
+        ],
+        place=torch.from_numpy(place),
+        blocks=tuple(blocks),
+    )
+
+
+class _Reorder(torch.autograd.Function):
+    """Rows of `x` between the row's order and the padded order.
+
+    An index_select whose gradient is the inverse index_select: the padded copies' gradient is 0 by the causal
+    mask in one direction, and is made 0 by `real` in the other. So no scattered addition is needed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, real: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.inverse, ctx.real = inverse, real
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        back = grad.index_select(0, ctx.inverse)
+        if ctx.real is not None:
+            back = back * ctx.real.to(back.dtype)
+        return back, None, None, None
+
+
+def _padded_sdpa(q: Tensor, k: Tensor, v: Tensor, row: Segments, scale: float | None) -> Tensor:
+    """Attention by batched calls; q, k, v are [1, heads, tokens, dim], the result is [tokens, heads, dim]."""
+    parts = [x[0].transpose(0, 1) for x in (q, k, v)]
+    q, k, v = (_Reorder.apply(x.flatten(1), row.gather, row.place, None).view(-1, *x.shape[1:]) for x in parts)
+    repeat = q.shape[1] // k.shape[1]
+    outs, start = [], 0
+    for count, width in row.blocks:
+        part = slice(start, start + count * width)
+        start = part.stop
+        block = [x[part].view(count, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
+        if repeat > 1:
+            block[1:] = [x.repeat_interleave(repeat, 1) for x in block[1:]]
+        out = F.scaled_dot_product_attention(*block, is_causal=True, scale=scale)
+        outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
+    joined = torch.cat(outs) if len(outs) > 1 else outs[0]
+    return _Reorder.apply(joined, row.place, row.gather, row.real).view(-1, *q.shape[1:])
+
+
+def _cuda_varlen(q: Tensor, k: Tensor, v: Tensor, row: Segments, scale: float | None, window: int) -> Tensor:
+    """Attention by torch's variable-length kernel; the same shapes as `_padded_sdpa`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    return varlen_attn(
+        q, k, v, row.bounds, row.bounds, row.longest, row.longest,
+        scale=scale, window_size=(window, 0), enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    segments: Segments,
+    **extra: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls: [1, heads, tokens, dim] each, to [1, tokens, heads, dim].
+
+    Raises:
+        ValueError: the model asks for something that these kernels do not compute.
+    """
+    unknown = [key for key in ("softcap", "s_aux") if extra.get(key) is not None]
+    short = sliding_window is not None and sliding_window < segments.longest
+    if unknown or attention_mask is not None or (short and query.device.type == "cpu"):
+        what = unknown or ("an attention mask" if attention_mask is not None else f"a window of {sliding_window}")
+        raise ValueError(
+            f"packed attention on {query.device.type} cannot compute {what}, which {type(module)} needs"
+        )
+    if query.device.type == "cpu":
+        return _padded_sdpa(query, key, value, segments, scaling)[None], None
+    if importlib.util.find_spec("flash_attn") is not None:
+        from flash_attn import flash_attn_varlen_func
+
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        bounds, longest = segments.bounds, segments.longest
+        window = (sliding_window - 1, 0) if short and sliding_window else (-1, -1)
+        out = flash_attn_varlen_func(
+            q, k, v, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True, window_size=window
+        )
+        return out[None], None
+    window = sliding_window - 1 if short and sliding_window else -1
+    return _cuda_varlen(query, key, value, segments, scaling, window)[None], None
+
+
+AttentionInterface.register(NAME, _attend)

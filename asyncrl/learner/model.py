@@ -1,0 +1,161 @@
+"""The policy: a Hugging Face causal language model as FSDP2 units, with the RL head inside the root's forward.
+
+Parameters are float32 shards; the forward computes in `model.dtype`. Work on the model is done by passing a
+function to the root's forward, because there, and only there, the root's parameters (embedding, final norm, LM
+head) are whole. Nothing here knows about batches, losses or optimisers.
+
+Called by `asyncrl.learner.update`, `selftest`, `checkpoint` and `export`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from asyncrl.config import Dtype
+from asyncrl.learner import attention
+from asyncrl.learner.dist import Ranks
+from asyncrl.learner.rows import Row
+from asyncrl.messages import TensorMeta
+from asyncrl.triton_kernels.rl_head import HeadOutput, TokenLoss, rl_head_loss
+
+T = TypeVar("T")
+PREFIX = "hf."
+
+
+class Policy(nn.Module):
+    """The FSDP root around the Hugging Face model `hf`."""
+
+    def __init__(self, hf: nn.Module) -> None:
+        super().__init__()
+        self.hf = hf
+
+    def forward(self, work: Callable[..., T], *args: Any) -> T:
+        """Runs `work(hf, *args)` while the root's parameters are whole, in the compute dtype."""
+        return work(self.hf, *args)
+
+
+def load(path: str | Path, dtype: Dtype, ranks: Ranks) -> Policy:
+    """Loads a Hugging Face folder into shards. Collective: rank 0 reads, the others receive.
+
+    Raises:
+        FileNotFoundError: the folder has no `config.json`.
+        ValueError: the model's LM head is not a plain matrix.
+    """
+    path = Path(path)
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(
+            f"model.path = {path}: no Hugging Face folder there (config.json is missing); "
+            "make one with `asyncrl init-model`, or download a model first"
+        )
+    config = AutoConfig.from_pretrained(path)
+    with init_empty_weights(include_buffers=False):
+        hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
+    if getattr(hf.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(f"model.path = {path}: its LM head has a bias, which the RL head does not compute")
+    policy = Policy(hf.eval())  # no dropout: the learner's policy must be the one that the engine samples
+    _shard(policy, _layers(hf), dtype, ranks)
+    _materialise(policy, ranks.device)
+    whole: dict[str, Tensor] = {}
+    if ranks.rank == 0:
+        source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+        whole = {PREFIX + name: tensor for name, tensor in source.items()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(policy, whole, options=options)
+    return policy
+
+
+def head_loss(hf: Any, row: Row, token_loss: TokenLoss, temperature: float, chunk: int) -> HeadOutput:
+    """Forward of one packed row through the model and the RL head; `work` for `Policy.forward`."""
+    hidden = hf.model(
+        input_ids=row.ids[None], position_ids=row.positions[None], use_cache=False, segments=row.segments
+    ).last_hidden_state[0]
+    weight = hf.get_output_embeddings().weight
+    states = hidden.index_select(0, row.states)
+    return rl_head_loss(states, weight, row.labels, token_loss, temperature=temperature, chunk=chunk)
+
+
+def units(policy: Policy) -> list[FSDPModule]:
+    """The FSDP units: the root (embedding, final norm, LM head) first, then the layers in order."""
+    found = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    return sorted(found, key=lambda module: module is not policy)
+
+
+def weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter whole, as the forward uses it (compute dtype), with its Hugging Face name; tied ones once.
+
+    Collective: every rank iterates to the end. One gather per unit. A tensor is valid until the next one is asked
+    for; the engine side and the export see the same order as in `manifest`.
+    """
+    owned = _owned(policy)
+    for unit in units(policy):
+        unit.unshard()
+        try:
+            for local, name in owned[unit]:
+                yield name, _parameter(unit, local).detach()
+        finally:
+            unit.reshard()
+
+
+def manifest(policy: Policy, dtype: Dtype) -> list[TensorMeta]:
+    """What `weights` will yield, in its order, without any communication."""
+    owned = _owned(policy)
+    return [
+        TensorMeta(name, dtype, list(_parameter(unit, local).shape))
+        for unit in units(policy)
+        for local, name in owned[unit]
+    ]
+
+
+def _layers(hf: Any) -> list[nn.Module]:
+    """The decoder layers: the modules that transformers says must not be split."""
+    kinds = set(hf._no_split_modules or ())
+    layers = [module for module in hf.model.modules() if type(module).__name__ in kinds]
+    return layers or list(hf.model.layers)
+
+
+def _shard(policy: Policy, layers: list[nn.Module], dtype: Dtype, ranks: Ranks) -> None:
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
+    compute = getattr(torch, dtype)
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32
+    )
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+
+
+def _materialise(policy: Policy, device: torch.device) -> None:
+    """Allocates the shards on the device; buffers, which are real already (rotary tables), keep their values."""
+    held = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+    policy.to_empty(device=device)
+    for name, buffer in policy.named_buffers():
+        buffer.copy_(held[name])
+
+
+def _owned(policy: Policy) -> dict[FSDPModule, list[tuple[str, str]]]:
+    """Of each unit: its own parameters' names, within the unit and in the Hugging Face model."""
+    path = {module: name for name, module in policy.named_modules()}
+    owned: dict[FSDPModule, list[tuple[str, str]]] = {}
+    taken: set[str] = set()
+    for unit in reversed(units(policy)):  # children before the root, which takes what is left
+        assert isinstance(unit, nn.Module)
+        start = f"{path[unit]}." if path[unit] else ""
+        names = [name for name, _ in unit.named_parameters() if start + name not in taken]
+        taken.update(start + name for name in names)
+        owned[unit] = [(name, (start + name).removeprefix(PREFIX)) for name in names]
+    return owned
+
+
+def _parameter(unit: FSDPModule, name: str) -> Tensor:
+    assert isinstance(unit, nn.Module)
+    return unit.get_parameter(name)

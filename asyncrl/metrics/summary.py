@@ -1,0 +1,179 @@
+"""What a run did, in words: the text at its end, the account of every episode, and the list of episodes.
+
+All of it comes from run.db, so it can be asked for at any time, of a run that goes on as of one that died.
+Called by `asyncrl train` and `asyncrl episodes`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from asyncrl.metrics.format import as_text, count, duration, histogram, reasons, sparkline
+from asyncrl.metrics.reader import EpisodeRow, RunReader
+from asyncrl.metrics.view import fold_states
+
+if TYPE_CHECKING:
+    from asyncrl.chat import ChatFormat
+
+ENDS = 10
+"""The first and last reward are means over this many steps."""
+LIVE_STATES = ("queued", "leased", "done")
+TEXT_CHARS = 60
+
+
+def run_summary(run_dir: str | Path) -> str:
+    """The text at the end of a run: reward, what was trained, dropped and why, and what to type next."""
+    with RunReader(run_dir) as reader:
+        by_state, drops = fold_states(reader.episode_states())
+        tokens, sampled = reader.token_counts()
+        steps = reader.steps()
+        wall = steps[-1].ended - reader.created if steps else 0.0
+        rewards = [reward for _, reward in reader.rewards()]
+        total = reader.config().get("train", {}).get("steps", 0)
+        state = f"{reader.status}: {reader.reason}" if reader.reason else reader.status
+        died = Counter({source: n for (source, what), n in reader.event_counts().items() if what == "died"})
+        rows = [
+            ("run", f"{reader.name} ({state})"),
+            ("reward", _reward_text(rewards)),
+            ("steps", f"{reader.last_step()} of {total} in {duration(wall)}"),
+            ("tokens", f"{count(sampled)} sampled, {count(tokens)} in all"),
+            ("episodes", f"{by_state.get('trained', 0)} trained, {sum(drops.values())} dropped"),
+            ("dropped", reasons(drops)),
+            ("token lag", histogram(reader.lag_histogram())),
+            ("restarts", reasons(died)),
+            ("run folder", str(run_dir)),
+        ]
+    model = Path(run_dir) / "model"
+    if model.is_dir():
+        rows.append(("model", str(model)))
+    rows.append(("next", f"asyncrl eval {run_dir}"))
+    rows.append(("", f"asyncrl episodes {run_dir} --summary"))
+    return _aligned(rows)
+
+
+def episodes_summary(run_dir: str | Path) -> str:
+    """Accounts for every admitted episode, and says whether the account is right."""
+    with RunReader(run_dir) as reader:
+        group_size = int(reader.config().get("train", {}).get("group_size", 0))
+        reuse = int(reader.config().get("replay", {}).get("reuse", 1))
+        admitted = reader.groups() * group_size
+        by_state, drops = fold_states(reader.episode_states())
+        uses, trained_ids = reader.uses(), reader.episode_ids("trained")
+    live = {state: by_state.get(state, 0) for state in LIVE_STATES}
+    rows = [
+        ("admitted", f"{admitted}  ({admitted // group_size if group_size else 0} groups of {group_size})"),
+        ("trained", str(by_state.get("trained", 0))),
+        *[(reason, str(number)) for reason, number in sorted(drops.items())],
+        ("live", f"{sum(live.values())}  ({', '.join(f'{n} {state}' for state, n in live.items())})"),
+    ]
+    problems = find_problems(admitted, by_state, uses, trained_ids, reuse)
+    final = by_state.get("trained", 0), sum(drops.values()), sum(live.values())
+    verdict = (
+        "DOES NOT ADD UP: " + "; ".join(problems)
+        if problems
+        else f"adds up: {final[0]} trained + {final[1]} dropped + {final[2]} live = {admitted} admitted, "
+        "and every trained episode was in a trained batch"
+    )
+    return f"{_aligned(rows)}\n{verdict}"
+
+
+def find_problems(
+    admitted: int, by_state: Mapping[str, int], uses: Mapping[int, int], trained_ids: set[int], reuse: int
+) -> list[str]:
+    """What is wrong with the account; empty if nothing is.
+
+    Args:
+        admitted: groups admitted times group size.
+        by_state: episodes by state.
+        uses: batches whose step is done, by episode.
+        trained_ids: the episodes whose state is `trained`.
+        reuse: most batches that an episode may be part of.
+    """
+    problems = []
+    known = {*LIVE_STATES, "trained", "filtered", "failed"}
+    total = sum(by_state.values())
+    if total != admitted:
+        problems.append(f"{total} episodes are recorded, {admitted} were admitted")
+    if strange := sorted(set(by_state) - known):
+        problems.append(f"unknown states {', '.join(strange)}")
+    if missing := trained_ids - uses.keys():
+        problems.append(f"{len(missing)} trained episodes were in no trained batch, e.g. {min(missing)}")
+    if reuse == 1 and (extra := uses.keys() - trained_ids):
+        problems.append(f"{len(extra)} episodes of trained batches are not trained, e.g. {min(extra)}")
+    if often := [episode for episode, number in uses.items() if number > reuse]:
+        problems.append(f"{len(often)} episodes were trained more than replay.reuse = {reuse} times")
+    return problems
+
+
+def list_episodes(
+    run_dir: str | Path,
+    *,
+    state: str | None = None,
+    reason: str | None = None,
+    group: int | None = None,
+    limit: int = 20,
+) -> str:
+    """The newest episodes that match every filter, as a table, with their text if the model is at hand."""
+    with RunReader(run_dir) as reader:
+        found = reader.episodes(state=state, reason=reason, group=group, limit=limit)
+        if not found:
+            states = ", ".join(sorted({state for state, _ in reader.episode_states()})) or "none"
+            return f"no episode matches; the states in this run are: {states}"
+        chat = _chat_of(reader)
+        columns = ("episode", "group", "task", "state", "reason", "reward", "tokens", "versions")
+        table = Table(*columns, *(["text"] if chat else []), box=None, header_style="bold")
+        for row in found:
+            text = [_text_of(reader, row.episode_id, chat)] if chat else []
+            table.add_row(*_cells(row), *text)
+        return as_text(table)
+
+
+# ---- machinery -----------------------------------------------------------------------------------
+
+
+def _reward_text(rewards: list[float]) -> str:
+    if not rewards:
+        return "no step was trained"
+    first, last = rewards[:ENDS], rewards[-ENDS:]
+    return (
+        f"{sum(first) / len(first):.3f} (first {len(first)} steps) → {sum(last) / len(last):.3f} "
+        f"(last {len(last)})  {sparkline(rewards, 40)}"
+    )
+
+
+def _aligned(rows: list[tuple[str, str]]) -> str:
+    width = max(len(title) for title, _ in rows)
+    return "\n".join(f"{title:<{width}}  {text}" for title, text in rows)
+
+
+def _cells(row: EpisodeRow) -> list[str]:
+    reward = "" if row.reward is None else f"{row.reward:g}"
+    low, high = row.min_version, row.max_version
+    versions = str(low) if low == high else f"{low}-{high}"
+    ids = [str(row.episode_id), str(row.group_id), row.task_id]
+    return [*ids, row.state, row.reason or row.status, reward, str(row.length), versions]
+
+
+def _chat_of(reader: RunReader) -> ChatFormat | None:
+    """The run's tokenizer; None if its model folder is no longer there or has none."""
+    from asyncrl.chat import ChatFormat
+
+    path = reader.config().get("model", {}).get("path")
+    if not path or not (Path(path).expanduser() / "tokenizer.json").is_file():
+        return None
+    return ChatFormat(path)
+
+
+def _text_of(reader: RunReader, episode_id: int, chat: ChatFormat) -> str:
+    """Prompt and completion, shortened to their last characters, where the answer is."""
+    ids = array("i")
+    for _, _, tokens in reader.episode_tokens(episode_id):
+        ids.frombytes(tokens)
+    text = repr(chat.decode(ids))[1:-1]
+    return text if len(text) <= TEXT_CHARS else "…" + text[-TEXT_CHARS + 1 :]

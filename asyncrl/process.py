@@ -1,0 +1,47 @@
+"""What every process of a run does at its start: its death is tied to its parent, its cores are pinned.
+
+Also the exit codes that the supervisor reads. No torch, no sockets. Called by `asyncrl.cli` in children of
+the supervisor, before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+EXIT_USAGE = 2
+"""Bad input or a refused peer: restarting would not help."""
+EXIT_STOP_RUN = 3
+"""The run must stop (a step that is not finite, an unwritable journal): restarting would not help."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks Linux to kill this process when its parent dies, so that no orphan stays behind.
+
+    Elsewhere it does nothing: there the hub's silence ends the children (`supervise.start_timeout_s`).
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have died before the call above; then nothing would ever be delivered.
+    if os.getppid() != parent:
+        raise SystemExit(f"parent process {parent} is gone")
+
+
+def pin(cores: list[int]) -> None:
+    """Restricts this process to the given CPU cores; an empty list leaves it alone.
+
+    Raises:
+        ValueError: a core does not exist here.
+    """
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return
+    available = os.sched_getaffinity(0)
+    missing = set(cores) - available
+    if missing:
+        raise ValueError(f"cores {sorted(missing)} do not exist here; available are {sorted(available)}")
+    os.sched_setaffinity(0, cores)

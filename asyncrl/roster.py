@@ -1,0 +1,398 @@
+"""Who gets which weights, and when: the hub's state machine of weight transfers.
+
+It is pure: no socket, no clock, no torch. The hub feeds it events with the time of their arrival and sends
+what `take_effects` returns; weights themselves never pass through the hub (`asyncrl.weights` moves them).
+
+One *round* brings one version to the generators that are behind it:
+
+         offer: someone is behind                every member is Ready
+    IDLE ────────────────────────▶ PREPARE ─────────────────────────────▶ SENDING ──▶ IDLE
+     │  ▲                           │   │  Send(member, Prepare)              Send(publisher, Go)
+     │  │   no member is left:      │   │                                     Send(member, Go)
+     │  └───── Go([]) ──────────────┘   │ a member dies, fails or misses the deadline:
+     │                                  └──▶ PREPARE again, new epoch, without it
+     └─▶ offer: nobody is behind: Go([])
+
+SENDING ends when the publisher has said `Sent` or `TransferFailed` and every member has said `Applied`,
+`TransferFailed`, or died; or at its deadline. Every offer is answered by exactly one Go, and the publisher
+offers only after an answer, so what a Go names is always what the publisher holds. When a round leaves
+somebody behind, or a generator joins, the publisher is asked to offer again (`Resync`).
+
+An *epoch* numbers a process group. It is reused while members, incarnations and store stay the same and
+nothing fails. Otherwise it grows by one; it starts from the clock in milliseconds, so that
+a restarted hub never reuses one.
+
+    | waits for               | who       | limit                                                       |
+    |-------------------------|-----------|-------------------------------------------------------------|
+    | Ready                   | a round   | `ready_s`                                                   |
+    | Sent, Applied           | a round   | `transfer_limit_s`; `timeout_s` after Sent; `ready_s` after |
+    |                         |           | the first failure, for then the collective has ended for all |
+    | Offer after a Resync    | the roster| `timeout_s`, then it asks again                             |
+
+Blame: when a round fails, members that stayed silent are blamed; if none did and none died, those that
+reported the failure. `MAX_FAILURES` in a row, and the generator is to be restarted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncrl.config import Config
+from asyncrl.messages import Applied, Go, Message, Offer, Prepare, Resync, Sent, TransferFailed
+
+PUBLISHER = "publisher"
+"""Name under which the learner's weight sender says Hello."""
+MAX_FAILURES = 3
+"""Failed rounds in a row after which a generator is restarted."""
+READY_S = 10.0
+"""Longest wait for a member's Ready (less if `weights.timeout_s` is less)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Effect: send `message` to the peer called `to`."""
+
+    to: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Effect: write an event."""
+
+    what: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Effect: `version` is in use by a live generator and its round is over. Once per version, growing.
+
+    `seconds` and `nbytes` are the publisher's; both 0 when no transfer was needed or its report was lost.
+    """
+
+    version: int
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Effect: the generator cannot be brought up to date; it takes part again once it has joined anew."""
+
+    name: str
+    reason: str
+
+
+Effect = Send | Note | Published | Restart
+
+
+def transfer_limit_s(timeout_s: float, buckets: int) -> float:
+    """Longest that an honest transfer can last: build, each broadcast (and the trailer), apply."""
+    return timeout_s * (buckets + 3)
+
+
+@dataclass(slots=True)
+class _Generator:
+    incarnation: str
+    version: int
+    failures: int = 0
+    given_up: bool = False
+
+
+@dataclass(slots=True)
+class _Round:
+    epoch: int
+    offer: Offer
+    members: tuple[str, ...]
+    deadline: float
+    waiting: set[str]
+    """Members that the round waits for: for their Ready, later for their Applied."""
+    sending: bool = False
+    applied: set[str] = field(default_factory=set)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Reasons, by member."""
+    died: list[str] = field(default_factory=list)
+    sent: Sent | None = None
+    publisher_failed: str | None = None
+
+    @property
+    def publisher_done(self) -> bool:
+        return self.sent is not None or self.publisher_failed is not None
+
+
+class Roster:
+    """Generators, their versions, and the round in progress. All times are seconds of one clock."""
+
+    def __init__(self, config: Config, published: int) -> None:
+        self._timeout_s = config.weights.timeout_s
+        self._ready_s = min(READY_S, self._timeout_s)
+        self._backend = config.weights_backend
+        self._published = published
+        self._generators: dict[str, _Generator] = {}
+        self._publisher: str | None = None
+        self._latest: Offer | None = None
+        self._unanswered: Offer | None = None
+        self._round: _Round | None = None
+        self._resync_deadline: float | None = None
+        self._epoch = 0
+        self._group: tuple[object, ...] | None = None
+        """Identity of the last group, None when it failed; `_group_key` makes it."""
+        self._cost: tuple[int, float, int] = (-1, 0.0, 0)
+        """Version, seconds and bytes of the last Sent."""
+        self._effects: list[Effect] = []
+
+    # ---- what the hub asks -----------------------------------------------------------------------
+
+    def take_effects(self) -> list[Effect]:
+        """The effects since the last call, in order."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def next_deadline(self) -> float | None:
+        """When `expire` must be called at the latest; None: nothing is waited for."""
+        deadlines = [self._resync_deadline, self._round.deadline if self._round else None]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def version_of(self, name: str) -> int | None:
+        """Version that a live generator has in use; None if it is not live."""
+        generator = self._generators.get(name)
+        return None if generator is None else generator.version
+
+    # ---- events: who is there ----------------------------------------------------------------------
+
+    def generator_joined(self, name: str, incarnation: str, version: int, now: float) -> None:
+        """A generator said Hello: it started, or only reconnected (same incarnation)."""
+        known = self._generators.get(name)
+        if known is not None and known.incarnation == incarnation:
+            known.version = max(known.version, version)
+            known.failures, known.given_up = 0, False
+        else:
+            if known is not None:
+                self._remove(name, now)
+            self._generators[name] = _Generator(incarnation, version)
+        self._settle(now)
+
+    def generator_left(self, name: str, now: float) -> None:
+        """A generator died."""
+        if name in self._generators:
+            self._remove(name, now)
+            self._settle(now)
+
+    def publisher_joined(self, incarnation: str, now: float) -> None:
+        """The publisher said Hello; it will offer by itself if it has weights."""
+        if self._publisher not in (None, incarnation):
+            self.publisher_left(now)
+        self._publisher = incarnation
+
+    def publisher_left(self, now: float) -> None:
+        """The publisher died: its round is cancelled, its offer void."""
+        if self._round is not None:
+            self._cancel("the publisher left")
+        self._publisher = self._latest = self._unanswered = self._resync_deadline = None
+        self._settle(now)
+
+    # ---- events: a round ---------------------------------------------------------------------------
+
+    def offer(self, offer: Offer, now: float) -> None:
+        """The publisher holds weights and waits for a Go."""
+        if self._publisher is None:
+            return
+        self._latest, self._resync_deadline = offer, None
+        running = self._round
+        if running is not None and not running.sending and running.offer == offer:
+            return  # It only repeats itself.
+        if running is not None and not running.publisher_done:
+            # It would not offer if it had got, or could still get, this round's Go.
+            self._cancel(f"the publisher offered version {offer.version} instead of sending")
+        self._unanswered = offer
+        self._settle(now)
+
+    def ready(self, name: str, epoch: int, now: float) -> None:
+        """A member's receiver waits for Go."""
+        running = self._round
+        if running is not None and not running.sending and running.epoch == epoch:
+            running.waiting.discard(name)
+            self._settle(now)
+
+    def applied(self, name: str, applied: Applied, now: float) -> None:
+        """A generator has switched to a version; counts even if its round is long over."""
+        generator = self._generators.get(name)
+        if generator is None:
+            return
+        generator.version = max(generator.version, applied.version)
+        generator.failures = 0
+        running = self._round
+        current = running is not None and running.sending and running.epoch == applied.epoch
+        if running is not None and current and name in running.waiting:
+            running.waiting.discard(name)
+            running.applied.add(name)
+        self._settle(now)
+
+    def sent(self, sent: Sent, now: float) -> None:
+        """The publisher's part of the round is complete."""
+        running = self._round
+        if running is not None and running.sending and running.epoch == sent.epoch:
+            running.sent = sent
+            running.deadline = min(running.deadline, now + self._timeout_s)
+            self._cost = (sent.version, sent.seconds, sent.nbytes)
+            self._settle(now)
+
+    def failed(self, name: str, failure: TransferFailed, now: float) -> None:
+        """A member, or the publisher, gave the transfer up; its old weights stay in use."""
+        running = self._round
+        if running is None or running.epoch != failure.epoch:
+            return
+        if name == PUBLISHER:
+            if not running.sending:
+                return
+            running.publisher_failed = failure.reason
+        elif name not in running.members:
+            return
+        elif not running.sending:
+            self._blame(name, f"did not get ready: {failure.reason}")
+            self._prepare_without({name}, now)
+            return
+        elif name in running.waiting:
+            running.waiting.discard(name)
+            running.failed[name] = failure.reason
+        running.deadline = min(running.deadline, now + self._ready_s)
+        self._settle(now)
+
+    def expire(self, now: float) -> None:
+        """Acts on deadlines that have passed."""
+        if self._resync_deadline is not None and now >= self._resync_deadline:
+            self._resync_deadline = None
+            self._effects.append(Note("publisher_silent", "the publisher did not offer; asked again"))
+        running = self._round
+        if running is not None and now >= running.deadline:
+            if running.sending:
+                self._end()
+            else:
+                silent = set(running.waiting)
+                for name in sorted(silent):
+                    self._blame(name, f"was not ready for version {running.offer.version} in time")
+                self._prepare_without(silent, now)
+                return
+        self._settle(now)
+
+    # ---- moving on ---------------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> None:
+        """Moves on as far as possible: start or end a round, ask for an offer, announce a version."""
+        running = self._round
+        if running is not None and not running.waiting:
+            if not running.sending:
+                self._go(running, now)
+            elif running.publisher_done:
+                self._end()
+        if self._round is not None:
+            return
+        offer, self._unanswered = self._unanswered, None
+        if offer is not None:
+            self._prepare(offer, self._behind(offer), now)
+        if self._round is not None or self._latest is None:
+            return
+        version = self._latest.version
+        if version > self._published and any(g.version >= version for g in self._generators.values()):
+            self._published = version
+            seconds, nbytes = self._cost[1:] if self._cost[0] == version else (0.0, 0)
+            self._effects.append(Published(version, seconds, nbytes))
+        if self._resync_deadline is None and (behind := self._behind(self._latest)):
+            self._resync_deadline = now + self._timeout_s
+            self._effects.append(Send(PUBLISHER, Resync(f"behind version {version}: {', '.join(behind)}")))
+
+    def _behind(self, offer: Offer) -> tuple[str, ...]:
+        return tuple(
+            name
+            for name, generator in sorted(self._generators.items())
+            if generator.version < offer.version and not generator.given_up
+        )
+
+    def _prepare(self, offer: Offer, members: tuple[str, ...], now: float) -> None:
+        """Starts a round, or answers that none is needed."""
+        if not members:
+            self._effects.append(Send(PUBLISHER, Go(self._epoch, offer.version)))
+            return
+        key = self._group_key(offer, members)
+        if key != self._group:
+            self._epoch = self._epoch + 1 if self._epoch else int(now * 1000)
+        self._group = key
+        self._round = _Round(self._epoch, offer, members, now + self._ready_s, set(members))
+        for rank, name in enumerate(members, start=1):
+            prepare = Prepare(
+                epoch=self._epoch,
+                version=offer.version,
+                store_host=offer.store_host,
+                store_port=offer.store_port,
+                rank=rank,
+                world_size=len(members) + 1,
+                backend=self._backend,
+                buckets=offer.buckets,
+            )
+            self._effects.append(Send(name, prepare))
+
+    def _prepare_without(self, names: set[str], now: float) -> None:
+        """PREPARE failed for some members: again for the others, as a new group."""
+        running, self._round, self._group = self._round, None, None
+        assert running is not None
+        self._prepare(running.offer, tuple(name for name in running.members if name not in names), now)
+        self._settle(now)
+
+    def _go(self, running: _Round, now: float) -> None:
+        running.sending = True
+        running.waiting = set(running.members)
+        running.deadline = now + transfer_limit_s(self._timeout_s, len(running.offer.buckets))
+        go = Go(running.epoch, running.offer.version, list(running.members))
+        self._effects += [Send(name, go) for name in (PUBLISHER, *running.members)]
+
+    def _end(self) -> None:
+        """Ends SENDING, at its deadline or before, and blames for what failed."""
+        running, self._round = self._round, None
+        assert running is not None
+        if running.sent is not None and len(running.applied) == len(running.members):
+            return
+        self._group = None
+        told = [f"{name} (silent)" for name in sorted(running.waiting)]
+        told += [f"{name} (died)" for name in running.died]
+        told += [f"{name} ({reason})" for name, reason in running.failed.items()]
+        if running.sent is None:
+            told.append(f"{PUBLISHER} ({running.publisher_failed or 'silent'})")
+        detail = f"version {running.offer.version}, epoch {running.epoch}: {'; '.join(told)}"
+        self._effects.append(Note("transfer_failed", detail))
+        guilty = sorted(running.waiting)
+        if not guilty and not running.died and running.publisher_done:
+            guilty = list(running.failed)
+        for name in guilty:
+            self._blame(name, running.failed.get(name, "was silent during the transfer"))
+
+    def _cancel(self, reason: str) -> None:
+        running, self._round, self._group = self._round, None, None
+        assert running is not None
+        detail = f"version {running.offer.version}, epoch {running.epoch}: {reason}"
+        self._effects.append(Note("transfer_cancelled", detail))
+
+    def _remove(self, name: str, now: float) -> None:
+        del self._generators[name]
+        running = self._round
+        if running is None or name not in running.members:
+            return
+        if not running.sending:
+            self._prepare_without({name}, now)
+        elif name in running.waiting:
+            running.waiting.discard(name)
+            running.died.append(name)
+
+    def _blame(self, name: str, reason: str) -> None:
+        generator = self._generators.get(name)
+        if generator is None or generator.given_up:
+            return
+        generator.failures += 1
+        if generator.failures >= MAX_FAILURES:
+            generator.given_up = True
+            told = f"{name} failed {generator.failures} weight transfers in a row; the last: {reason}"
+            self._effects += [Note("given_up", told), Restart(name, told)]
+
+    def _group_key(self, offer: Offer, members: tuple[str, ...]) -> tuple[object, ...]:
+        incarnations = tuple(self._generators[name].incarnation for name in members)
+        return (members, incarnations, offer.store_host, offer.store_port, self._publisher)

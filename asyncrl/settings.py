@@ -1,0 +1,185 @@
+"""Reads a `Config` from TOML files and command-line flags, and explains what is wrong with them.
+
+`argparse` does the parsing (one flag per setting, made from the models of `asyncrl.config`), `tomllib` reads
+files, pydantic validates. Precedence: defaults, then files from left to right, then flags. Every mistake
+becomes one `UsageError` that names the flag or key, its value, what is allowed and the nearest name; the
+command line turns it into exit code 2. Called by `asyncrl.cli` only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from asyncrl.config import Config, Section
+
+SUGAR = {
+    "--algo": "--algo.name",
+    "--env": "--env.name",
+    "--engine": "--generator.engine",
+    "--model": "--model.path",
+    "--steps": "--train.steps",
+    "--name": "--run.name",
+}
+"""Short spellings of the flags that are typed most."""
+
+
+class UsageError(Exception):
+    """The user's input cannot be used; the text says why and what to do."""
+
+
+def leaves() -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting: its dotted key and pydantic's description of it."""
+    for section, info in Config.model_fields.items():
+        model = info.annotation
+        assert isinstance(model, type)
+        assert issubclass(model, Section)
+        for name, field in model.model_fields.items():
+            yield f"{section}.{name}", field
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds `@file.toml` and one flag per setting to a command's parser."""
+    parser.add_argument("files", nargs="*", metavar="@FILE.toml", help="settings files, left to right")
+    groups: dict[str, Any] = {}
+    for key, field in leaves():
+        section = key.split(".")[0]
+        if section not in groups:
+            model = Config.model_fields[section].annotation
+            groups[section] = parser.add_argument_group(section, (model.__doc__ or "").split("\n")[0])
+        shorts = [short for short, long in SUGAR.items() if long == f"--{key}"]
+        default = json.dumps(field.default) if field.default is not None else "none"
+        text = f"{field.description or ''} [{default}]".replace("%", "%%")
+        groups[section].add_argument(*shorts, f"--{key}", dest=key, metavar=_metavar(field), help=text)
+
+
+def _metavar(field: FieldInfo) -> str:
+    allowed = _choices(field.annotation)
+    if allowed:
+        return "|".join(allowed)
+    for kind in (bool, int, float, str, list, tuple, dict):
+        if kind.__name__ in str(field.annotation):
+            return {"dict": "JSON", "list": "JSON", "tuple": "JSON"}.get(kind.__name__, kind.__name__.upper())
+    return "VALUE"
+
+
+def _choices(annotation: Any) -> list[str]:
+    arguments = getattr(annotation, "__args__", ())
+    if "Literal" in str(annotation) and arguments:
+        flat: list[str] = []
+        for argument in arguments:
+            flat += [argument] if isinstance(argument, str) else _choices(argument)
+        return flat
+    return []
+
+
+def read(files: Sequence[str], flags: dict[str, str | None]) -> Config:
+    """Merges files and flags over the defaults and validates the result.
+
+    Args:
+        files: paths of TOML files, each with or without a leading `@`.
+        flags: dotted key to the text that was typed, or None where it was not.
+
+    Raises:
+        UsageError: a file cannot be read, a key is unknown or a value is not allowed.
+    """
+    merged: dict[str, dict[str, Any]] = {}
+    origin: dict[str, str] = {}
+    for file in files:
+        for section, values in _read_toml(file.removeprefix("@")).items():
+            if not isinstance(values, dict):
+                raise UsageError(f"{_unknown_key(section, file)} ({section} = {values!r} is in no [section])")
+            for name, value in values.items():
+                merged.setdefault(section, {})[name] = value
+                origin[f"{section}.{name}"] = f"{file.removeprefix('@')}, [{section}] {name}"
+    for key, typed in flags.items():
+        if typed is not None:
+            section, name = key.split(".", 1)
+            merged.setdefault(section, {})[name] = _parse(typed, key)
+            origin[key] = f"--{key}"
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise UsageError(_explain(error, origin)) from None
+
+
+def from_json(text: str | bytes) -> Config:
+    """The configuration that a run stored."""
+    return Config.model_validate_json(text)
+
+
+def unknown_flag(flag: str) -> str:
+    """The error text for a flag that does not exist."""
+    name = flag.split("=")[0]
+    return f"unknown setting {name}.{_nearest(name.lstrip('-').replace('-', '_'), '--')}"
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise UsageError(f"settings file {path} does not exist; write it as @path/to/file.toml") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"settings file {path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"settings file {path} is not valid TOML: {error}") from None
+
+
+def _parse(typed: str, key: str) -> Any:
+    """Flags are text; lists, tables and tuples are written as JSON, everything else is pydantic's to read."""
+    if typed[:1] in "[{":
+        try:
+            return json.loads(typed)
+        except json.JSONDecodeError as error:
+            text = f"--{key} {typed}: not valid JSON ({error}); write lists as [1,2] and tables as {{}}"
+            raise UsageError(text) from None
+    field = dict(leaves())[key]
+    if typed.lower() in ("none", "null") and field.default is None:
+        return None
+    return typed
+
+
+def _explain(error: ValidationError, origin: dict[str, str]) -> str:
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"][:2])
+        if item["type"] == "extra_forbidden":
+            lines.append(_unknown_key(key, origin.get(key, "")))
+        elif not key:
+            lines.append(item["msg"].removeprefix("Value error, "))
+        else:
+            field = dict(leaves()).get(key)
+            allowed = _choices(field.annotation) if field else []
+            hint = f" Allowed: {', '.join(allowed)}." if allowed else ""
+            near = difflib.get_close_matches(str(item["input"]), allowed, 1)
+            guess = f" Did you mean {near[0]}?" if near else ""
+            about = f" ({field.description})" if field and not allowed else ""
+            what = "not one of the allowed values" if allowed else item["msg"]
+            lines.append(f"{origin.get(key, key)} = {item['input']!r}: {what}.{hint}{guess}{about}")
+    return "\n".join(lines)
+
+
+def _unknown_key(key: str, where: str) -> str:
+    return f"unknown setting {key}" + (f" ({where})" if where else "") + "." + _nearest(key, "")
+
+
+def _nearest(key: str, prefix: str) -> str:
+    keys = [name for name, _ in leaves()]
+    near = difflib.get_close_matches(key, keys, 1, 0.5)
+    if not near:
+        last = key.split(".")[-1]
+        near = [name for name in keys if name.split(".")[-1] == last][:1]
+    text = f" Did you mean {prefix}{near[0]}?" if near else ""
+    section = key.split(".")[0]
+    if section in Config.model_fields:
+        names = ", ".join(name for name in keys if name.startswith(section + "."))
+        return f"{text} Settings of [{section}]: {names}."
+    return f"{text} Sections: {', '.join(Config.model_fields)}."

@@ -1,0 +1,253 @@
+"""The learner's end of weight transfers: rank 0 keeps a snapshot of the newest weights and broadcasts it.
+
+It decides nothing (the hub's roster does) and gathers nothing: the learner's ranks walk `trainer.weights()`
+together, and rank 0 walks it through `Publisher.offer`. All that blocks happens in one thread.
+
+    learner's main thread            ┊ publisher thread
+    offer(version, weights)          ┊
+      copies into the spare snapshot ┊  poller: ◀─ wake-up (inproc PAIR)  ◀─ hub (DEALER) ◀─ handshake monitor
+      spare becomes *pending* ─wake──▶  pending becomes *serving* ──Offer──▶ hub
+                                     ┊  ◀──Go([]) nobody needs it │ Go(members) ──▶ build group, broadcast
+                                     ┊  ──Sent, TransferFailed──▶ hub; then the pending one, if there is one
+                                     ┊  ◀──Resync: Offer of the serving snapshot once more
+
+There are two snapshots, reused for ever. The serving one stays until a newer one replaces it, so that a joiner
+can be served at any time. At most one waits: a newer `offer` overwrites a pending one that was not offered yet,
+so a slow network skips versions instead of holding up the learner.
+
+| waits for                | who              | limit                                                        |
+|--------------------------|------------------|--------------------------------------------------------------|
+| Go after an Offer        | publisher thread | `weights.timeout_s`, then Hello and Offer again (idempotent) |
+| a group, a broadcast     | publisher thread | `weights.timeout_s` each                                     |
+| the last offer's answer  | close()          | its argument                                                 |
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import closing
+from urllib.parse import urlsplit
+
+import torch
+import zmq
+
+from asyncrl.config import Config
+from asyncrl.messages import Go, Hello, Message, Offer, Refused, Rehello, Resync, Sent, TransferFailed
+from asyncrl.roster import PUBLISHER
+from asyncrl.transport import Client
+from asyncrl.weights.buckets import Snapshot
+from asyncrl.weights.groups import Group, GroupError, GroupSpec, local_address, open_store
+from asyncrl.weights.transfer import send
+
+_WAKE, _CLOSE = b"wake", b"close"
+
+
+class Publisher:
+    """What the learner's rank 0 holds. Every method belongs to one thread, the learner's main thread."""
+
+    def __init__(self, config: Config, hub: str) -> None:
+        """Connects to `hub` ("tcp://host:port") and starts the thread."""
+        on_cuda = config.weights_backend == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        limit_bytes = int(config.weights.bucket_mb * 2**20)
+        self._shelf = _Shelf(Snapshot(limit_bytes, device), Snapshot(limit_bytes, device))
+        self._wake: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        address = f"inproc://publisher-{secrets.token_hex(8)}"
+        self._wake.bind(address)
+        self._sender = _Sender(config, hub, address, self._shelf, device)
+        self._thread = threading.Thread(target=self._sender.run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def offer(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copies the weights and returns; they are sent in the background.
+
+        `weights` yields Hugging Face names and whole tensors, always the same names, dtypes and shapes. A
+        tensor may be freed as soon as the iterator moves on.
+
+        Raises:
+            RuntimeError: the publisher's thread has failed (the cause is chained).
+            ValueError: the set of tensors changed.
+        """
+        self.check()
+        snapshot = self._shelf.take_spare()
+        snapshot.fill(version, weights)
+        self._shelf.put_pending(snapshot)
+        self._wake.send(_WAKE)
+
+    def check(self) -> None:
+        """Raises RuntimeError if the publisher's thread has failed."""
+        if self._sender.error is not None:
+            raise RuntimeError("the weight publisher failed; no version can be published") from self._sender.error
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Waits until the last offer is answered and sent, at most `timeout_s`, and stops. Idempotent.
+
+        Raises:
+            RuntimeError: the publisher's thread has failed.
+        """
+        if not self._wake.closed:
+            self._wake.send(_CLOSE)
+            self._thread.join(timeout_s)
+            # The thread is a daemon: one that is stuck in a broadcast does not hold up the exit.
+            self._wake.close(linger=0)
+        self.check()
+
+
+class _Shelf:
+    """The two snapshots and whose turn it is. The one that is not serving belongs to `offer`."""
+
+    def __init__(self, first: Snapshot, second: Snapshot) -> None:
+        self._lock = threading.Lock()
+        self._snapshots = (first, second)
+        self._pending: Snapshot | None = None
+        self._serving: Snapshot | None = None
+
+    def take_spare(self) -> Snapshot:
+        """The snapshot that may be overwritten; a pending one is withdrawn."""
+        with self._lock:
+            self._pending = None
+            first, second = self._snapshots
+            return second if self._serving is first else first
+
+    def put_pending(self, snapshot: Snapshot) -> None:
+        """Hands a filled snapshot over."""
+        with self._lock:
+            self._pending = snapshot
+
+    def has_pending(self) -> bool:
+        """Whether a snapshot waits to be served."""
+        with self._lock:
+            return self._pending is not None
+
+    def serve(self) -> Snapshot | None:
+        """The newest snapshot, which is the serving one from now on; None before the first."""
+        with self._lock:
+            if self._pending is not None:
+                self._serving, self._pending = self._pending, None
+            return self._serving
+
+
+class _Sender:
+    """The publisher's thread: one loop over three sockets, and every collective."""
+
+    def __init__(self, config: Config, hub: str, wake: str, shelf: _Shelf, device: torch.device) -> None:
+        self.error: BaseException | None = None
+        self._hub, self._wake_address = hub, wake
+        self._shelf = shelf
+        self._device = device
+        self._backend = config.weights_backend
+        self._timeout_s = config.weights.timeout_s
+        self._incarnation = secrets.token_hex(4)
+        hub_url = urlsplit(hub)
+        self._host = local_address(hub_url.hostname or "127.0.0.1", hub_url.port or 1)
+        self._store = open_store(self._host, self._timeout_s)
+        self._group: Group | None = None
+        self._serving: Snapshot | None = None
+        self._greeted = False
+        self._asked_at: float | None = None
+        """When the offer was sent that waits for its Go; None: no offer waits."""
+        self._closing = False
+
+    def run(self) -> None:
+        """The thread's body; its failure is kept for the main thread."""
+        try:
+            with closing(Client(self._hub, f"{PUBLISHER}/{self._incarnation}")) as self._client:
+                self._loop()
+        except BaseException as error:
+            self.error = error
+        finally:
+            if self._group is not None:
+                self._group.close()
+
+    def _loop(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        wake: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        # The hub is greeted whenever a connection is made, so a restarted hub knows this process at once.
+        monitor = self._client.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        poller = zmq.Poller()
+        for socket in (wake, monitor, self._client.socket):
+            poller.register(socket, zmq.POLLIN)
+        with closing(wake), closing(monitor):
+            wake.connect(self._wake_address)
+            while not self._closing or self._asked_at is not None or self._shelf.has_pending():
+                ready = dict(poller.poll(self._wait_ms()))
+                if monitor in ready:
+                    monitor.recv_multipart()
+                    self._greet()
+                if wake in ready:
+                    self._closing |= wake.recv() == _CLOSE
+                    self._offer_pending()
+                if self._client.socket in ready and (received := self._client.receive(0)):
+                    self._on_message(received[0])
+                if self._asked_at is not None and time.monotonic() - self._asked_at >= self._timeout_s:
+                    self._greet()
+            self._client.socket.disable_monitor()
+
+    def _wait_ms(self) -> int:
+        """Until the offer has to be repeated; without one any time limit does."""
+        since = self._asked_at if self._asked_at is not None else time.monotonic()
+        return max(0, int(1000 * (since + self._timeout_s - time.monotonic())) + 1)
+
+    def _on_message(self, message: Message) -> None:
+        match message:
+            case Rehello():
+                self._greet()
+            case Go():
+                self._on_go(message)
+                self._offer_pending()
+            case Resync():
+                # An offer that waits for its Go will be answered with whoever is behind by then.
+                if self._asked_at is None:
+                    self._offer()
+            case Refused(reason):
+                raise RuntimeError(f"the hub refused the publisher: {reason}")
+
+    def _greet(self) -> None:
+        self._client.send(Hello("publisher", PUBLISHER, self._incarnation, os.getpid()))
+        self._greeted = True
+        self._offer()
+
+    def _offer_pending(self) -> None:
+        if self._greeted and self._asked_at is None and self._shelf.has_pending():
+            self._offer()
+
+    def _offer(self) -> None:
+        self._serving = serving = self._shelf.serve()
+        if serving is not None:
+            self._asked_at = time.monotonic()
+            self._client.send(Offer(serving.version, self._host, self._store.port, serving.buckets))
+
+    def _on_go(self, go: Go) -> None:
+        serving = self._serving
+        if serving is None or go.version != serving.version:
+            if go.members:
+                self._client.send(TransferFailed(go.epoch, go.version, "this version is no longer held"))
+            return
+        self._asked_at = None
+        if not go.members:
+            return
+        started = time.perf_counter()
+        try:
+            send(self._group_for(go), serving)
+        except GroupError as error:
+            self._group = None
+            self._client.send(TransferFailed(go.epoch, go.version, str(error)))
+            return
+        seconds = time.perf_counter() - started
+        self._client.send(Sent(go.epoch, go.version, seconds, serving.nbytes))
+
+    def _group_for(self, go: Go) -> Group:
+        spec = GroupSpec(
+            self._backend, self._host, self._store.port, go.epoch, 0, tuple(go.members), self._timeout_s
+        )
+        if self._group is None or self._group.spec != spec:
+            if self._group is not None:
+                self._group.close()
+            self._group = None
+            self._group = Group(spec, self._store)
+        return self._group

@@ -1,0 +1,88 @@
+"""Who may import whom (design: ground to roof), read from the source and checked in real processes."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {"asyncrl": "asyncrl", "trainers": "asyncrl.trainers", "envs": "asyncrl.envs"}
+FOLDERS["triton_kernels"] = "asyncrl.triton_kernels"
+
+LAYERS = [
+    {"messages", "config", "schema", "packing", "process", "triton_kernels", "settings", "groups", "records"},
+    {"journal", "scheduler", "transport", "roster", "recovery", "chat"},
+    {"trainers", "envs"},
+    {"hub", "batches", "generator", "learner", "weights", "evaluate", "toy", "metrics", "doctor"},
+    {"supervisor", "launch"},
+    {"train", "cli", "__main__"},
+]
+
+
+def _modules() -> dict[str, Path]:
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            name = ".".join([package, *parts]).removesuffix(".__init__")
+            found[name] = path
+    return found
+
+
+def _imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def _layer(module: str) -> int | None:
+    parts = module.split(".")
+    if parts[0] != "asyncrl" or len(parts) < 2:
+        return None
+    return next((level for level, names in enumerate(LAYERS) if parts[1] in names), None)
+
+
+def test_every_module_has_a_layer() -> None:
+    homeless = [name for name in _modules() if name != "asyncrl" and _layer(name) is None]
+    assert not homeless
+
+
+def test_no_module_imports_one_above_it() -> None:
+    upwards = []
+    for name, path in _modules().items():
+        own = _layer(name)
+        for imported in _imports(path):
+            level = _layer(imported)
+            if own is not None and level is not None and level > own:
+                upwards.append(f"{name} imports {imported}")
+    assert not upwards
+
+
+def test_the_learner_never_imports_an_engine() -> None:
+    guilty = [
+        name
+        for name, path in _modules().items()
+        if name.startswith("asyncrl.learner")
+        and any(".engines" in imported or "vllm" in imported for imported in _imports(path))
+    ]
+    assert not guilty
+
+
+@pytest.mark.parametrize("module", ["asyncrl.hub", "asyncrl.cli", "asyncrl.supervisor", "asyncrl.launch"])
+def test_it_is_imported_without_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60).returncode == 0
+
+
+def test_the_bare_name_of_the_kernels_folder_cannot_be_imported() -> None:
+    code = "import triton_kernels"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "asyncrl.triton_kernels" in done.stderr

@@ -1,0 +1,444 @@
+"""The roster against hand-written traces, and against a hostile world (hypothesis, simulated time)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asyncrl.config import Config
+from asyncrl.messages import Applied, Go, Offer, Prepare, Resync, Sent, TensorMeta, TransferFailed
+from asyncrl.roster import MAX_FAILURES, Effect, Note, Published, Restart, Roster, Send, transfer_limit_s
+
+TIMEOUT_S = 8.0
+CONFIG = Config.model_validate({"weights": {"timeout_s": TIMEOUT_S}})
+BUCKETS = [[TensorMeta("w", "float32", [4])], [TensorMeta("b", "float32", [2])]]
+
+
+def make_offer(version: int, port: int = 1) -> Offer:
+    return Offer(version, "127.0.0.1", port, BUCKETS)
+
+
+def make_applied(epoch: int, version: int) -> Applied:
+    return Applied(epoch, version, 0.01, 0.1)
+
+
+class Desk:
+    """A roster with its effects sorted by kind, for tests that read as a story."""
+
+    def __init__(self, *generators: str, version: int = 0, published: int = 0) -> None:
+        self.roster = Roster(CONFIG, published)
+        self.now = 100.0
+        self.roster.publisher_joined("p1", self.now)
+        for name in generators:
+            self.roster.generator_joined(name, "i1", version, self.now)
+
+    def effects(self) -> list[Effect]:
+        return self.roster.take_effects()
+
+    def sends(self, kind: type) -> dict[str, list]:
+        found: dict[str, list] = {}
+        for effect in self.effects():
+            if isinstance(effect, Send) and isinstance(effect.message, kind):
+                found.setdefault(effect.to, []).append(effect.message)
+        return found
+
+    def offer(self, version: int, port: int = 1) -> dict[str, list[Prepare]]:
+        self.roster.offer(make_offer(version, port), self.now)
+        return self.sends(Prepare)
+
+    def ready(self, epoch: int, *names: str) -> dict[str, list[Go]]:
+        for name in names:
+            self.roster.ready(name, epoch, self.now)
+        return self.sends(Go)
+
+    def complete(self, version: int, *names: str) -> int:
+        """A whole round without trouble; returns its epoch. Leaves the effects of its end."""
+        epoch = next(iter(self.offer(version).values()))[0].epoch
+        self.ready(epoch, *names)
+        self.roster.sent(Sent(epoch, version, 0.5, 24), self.now)
+        for name in names:
+            self.roster.applied(name, make_applied(epoch, version), self.now)
+        return epoch
+
+    def run_out(self) -> None:
+        """Time passes until the next deadline."""
+        due = self.roster.next_deadline()
+        assert due is not None
+        self.now = due
+        self.roster.expire(self.now)
+
+
+def test_a_round_prepares_then_goes_then_publishes_once_everybody_has_applied() -> None:
+    desk = Desk("a", "b")
+    prepares = desk.offer(1)
+    assert {name: (p[0].rank, p[0].world_size) for name, p in prepares.items()} == {"a": (1, 3), "b": (2, 3)}
+    epoch = prepares["a"][0].epoch
+    assert desk.ready(epoch, "a") == {}
+    gos = desk.ready(epoch, "b")
+    assert gos == {name: [Go(epoch, 1, ["a", "b"])] for name in ("publisher", "a", "b")}
+    desk.roster.sent(Sent(epoch, 1, 0.5, 24), desk.now)
+    desk.roster.applied("a", make_applied(epoch, 1), desk.now)
+    assert desk.effects() == []
+    desk.roster.applied("b", make_applied(epoch, 1), desk.now)
+    assert desk.effects() == [Published(1, 0.5, 24)]
+    assert desk.roster.next_deadline() is None
+
+
+def test_the_epoch_is_reused_until_members_store_or_luck_change() -> None:
+    desk = Desk("a", "b")
+    first = desk.complete(1, "a", "b")
+    assert desk.complete(2, "a", "b") == first
+    desk.roster.generator_joined("a", "i2", 2, desk.now)  # Restarted: same name, another process.
+    third = desk.complete(3, "a", "b")
+    assert third > first
+    desk.effects()
+    moved = desk.offer(4, port=2)["a"][0].epoch
+    assert moved > third
+    desk.ready(moved, "a", "b")
+    desk.roster.failed("publisher", TransferFailed(moved, 4, "broken pipe"), desk.now)
+    for name in ("a", "b"):
+        desk.roster.failed(name, TransferFailed(moved, 4, "connection closed"), desk.now)
+    assert desk.sends(Resync).keys() == {"publisher"}
+    assert desk.offer(4, port=2)["a"][0].epoch > moved
+
+
+def test_an_offer_that_nobody_needs_is_answered_and_published_without_a_transfer() -> None:
+    desk = Desk("a", version=5, published=4)
+    desk.roster.offer(make_offer(5), desk.now)
+    assert desk.effects() == [Send("publisher", Go(0, 5)), Published(5, 0.0, 0)]
+    desk = Desk(published=4)
+    desk.roster.offer(make_offer(5), desk.now)
+    assert desk.effects() == [Send("publisher", Go(0, 5))]
+
+
+def test_a_member_that_dies_before_go_is_left_out_at_once() -> None:
+    desk = Desk("a", "b", "c")
+    epoch = desk.offer(1)["a"][0].epoch
+    desk.ready(epoch, "a", "c")
+    desk.roster.generator_left("b", desk.now)
+    again = desk.sends(Prepare)
+    assert again.keys() == {"a", "c"}
+    assert again["c"][0].epoch == epoch + 1
+    assert again["c"][0].rank == 2
+    assert desk.ready(epoch, "a", "c") == {}, "an answer to the old epoch must not count"
+    assert desk.ready(epoch + 1, "a", "c")["publisher"] == [Go(epoch + 1, 1, ["a", "c"])]
+
+
+def test_a_member_that_is_not_ready_in_time_is_left_out_and_tried_again_afterwards() -> None:
+    desk = Desk("a", "b")
+    epoch = desk.offer(1)["a"][0].epoch
+    desk.ready(epoch, "a")
+    desk.run_out()
+    assert desk.sends(Prepare).keys() == {"a"}
+    desk.ready(epoch + 1, "a")
+    desk.roster.sent(Sent(epoch + 1, 1, 0.5, 24), desk.now)
+    desk.roster.applied("a", make_applied(epoch + 1, 1), desk.now)
+    effects = desk.effects()
+    assert effects[0] == Published(1, 0.5, 24)
+    assert effects[1] == Send("publisher", Resync("behind version 1: b"))
+    assert desk.offer(1).keys() == {"b"}
+
+
+def test_a_joiner_gets_the_current_version_while_no_step_happens() -> None:
+    desk = Desk("a")
+    desk.complete(1, "a")
+    desk.effects()
+    desk.roster.generator_joined("b", "i1", 0, desk.now)
+    assert desk.sends(Resync).keys() == {"publisher"}
+    epoch = desk.offer(1)["b"][0].epoch
+    assert desk.ready(epoch, "b")["publisher"] == [Go(epoch, 1, ["b"])]
+
+
+def test_a_silent_member_is_blamed_and_not_those_that_reported() -> None:
+    desk = Desk("a", "b")
+    for count in range(1, MAX_FAILURES + 1):
+        epoch = desk.offer(1)["b"][0].epoch
+        names = ["a", "b"] if count == 1 else ["b"]
+        desk.ready(epoch, *names)
+        started = desk.now
+        desk.roster.failed("publisher", TransferFailed(epoch, 1, "timed out"), desk.now)
+        if count == 1:
+            desk.roster.failed("a", TransferFailed(epoch, 1, "connection closed"), desk.now)
+        desk.run_out()
+        assert desk.now - started == TIMEOUT_S, "after the first failure the silent ones get ready_s"
+        effects = desk.effects()
+        notes = [effect.detail for effect in effects if isinstance(effect, Note)]
+        assert "b (silent)" in notes[0]
+        restarts = [effect.name for effect in effects if isinstance(effect, Restart)]
+        assert restarts == (["b"] if count == MAX_FAILURES else [])
+        if count == 1:
+            desk.roster.applied("a", make_applied(epoch, 1), desk.now)
+    assert desk.sends(Resync) == {}, "a generator that was given up is not served"
+    desk.roster.generator_joined("b", "i2", 0, desk.now)
+    assert desk.sends(Resync).keys() == {"publisher"}
+
+
+def test_a_lost_publisher_cancels_the_round_and_the_next_one_starts_a_new_epoch() -> None:
+    desk = Desk("a")
+    epoch = desk.offer(7)["a"][0].epoch
+    desk.ready(epoch, "a")
+    desk.roster.publisher_left(desk.now)
+    assert [effect.what for effect in desk.effects() if isinstance(effect, Note)] == ["transfer_cancelled"]
+    desk.roster.failed("a", TransferFailed(epoch, 7, "connection closed"), desk.now)
+    assert desk.effects() == []
+    desk.roster.publisher_joined("p2", desk.now)
+    assert desk.offer(5)["a"][0].epoch > epoch
+
+
+def test_a_restarted_hub_never_reuses_an_epoch() -> None:
+    before = Desk("a")
+    epoch = before.complete(1, "a")
+    after = Desk("a")
+    after.now += 0.5
+    assert after.offer(1)["a"][0].epoch > epoch
+
+
+def test_a_transfer_has_time_for_every_bucket_and_no_more() -> None:
+    desk = Desk("a")
+    epoch = desk.offer(1)["a"][0].epoch
+    desk.ready(epoch, "a")
+    assert desk.roster.next_deadline() == desk.now + transfer_limit_s(TIMEOUT_S, 2) == desk.now + 5 * TIMEOUT_S
+    desk.roster.sent(Sent(epoch, 1, 0.5, 24), desk.now)
+    assert desk.roster.next_deadline() == desk.now + TIMEOUT_S
+
+
+@pytest.mark.parametrize("version", [3, 9])
+def test_a_version_is_published_once_and_never_an_older_one(version: int) -> None:
+    desk = Desk("a", version=2, published=9)
+    desk.complete(version, "a")
+    assert not [effect for effect in desk.effects() if isinstance(effect, Published)]
+
+
+# ---- a hostile world ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Process:
+    """A generator as the simulation knows it."""
+
+    incarnation: int
+    version: int = 0
+    prepared: Prepare | None = None
+    going: list[Go] = field(default_factory=list)
+
+
+class HostileWorld(RuleBasedStateMachine):
+    """Processes die, fail, answer late or not at all, in any order; messages to the dead are lost."""
+
+    names = st.sampled_from(["a", "b", "c"])
+
+    @initialize()
+    def start(self) -> None:
+        self.now = 50.0
+        self.roster = Roster(CONFIG, 0)
+        self.live: dict[str, Process] = {}
+        self.publisher: int | None = None
+        self.incarnations = 0
+        self.newest = 0
+        self.asked: list[int] = []
+        self.gos: list[Go] = []
+        self.resyncs = 0
+        self.last_epoch = 0
+        self.last_published = 0
+        self.round: tuple[int, int] | None = None
+        self.restarted: list[str] = []
+
+    # -- effects, with what must hold for each
+
+    def take(self) -> None:
+        for effect in self.roster.take_effects():
+            if isinstance(effect, Published):
+                assert effect.version > self.last_published
+                assert any(process.version >= effect.version for process in self.live.values())
+                self.last_published = effect.version
+            elif isinstance(effect, Restart):
+                assert effect.name in self.live
+                self.restarted.append(effect.name)
+            elif isinstance(effect, Send):
+                self.deliver(effect)
+        for name in self.restarted:
+            self.kill(name)
+            self.join(name)
+        self.restarted.clear()
+
+    def deliver(self, effect: Send) -> None:
+        message = effect.message
+        if effect.to == "publisher":
+            assert self.publisher is not None, "sent to a dead publisher"
+            if isinstance(message, Go):
+                assert set(message.members) <= self.live.keys(), "a Go names a dead member"
+                self.asked = [version for version in self.asked if version != message.version]
+                self.gos.append(message)
+            else:
+                assert isinstance(message, Resync)
+                self.resyncs += 1
+            return
+        assert effect.to in self.live, "sent to a dead generator"
+        process = self.live[effect.to]
+        if isinstance(message, Prepare):
+            assert message.epoch >= self.last_epoch, "an epoch went back"
+            assert process.version < message.version
+            self.last_epoch = message.epoch
+            process.prepared = message
+        else:
+            assert isinstance(message, Go)
+            assert message.epoch == self.last_epoch, "a Go of a round that is over"
+            assert process.prepared is not None
+            assert message.members[process.prepared.rank - 1] == effect.to
+            process.going.append(message)
+
+    # -- what may happen
+
+    @rule(name=names)
+    def join(self, name: str) -> None:
+        if name not in self.live:
+            self.incarnations += 1
+            self.live[name] = Process(self.incarnations)
+        process = self.live[name]
+        self.roster.generator_joined(name, str(process.incarnation), process.version, self.now)
+        self.take()
+
+    @rule(name=names)
+    def kill(self, name: str) -> None:
+        if self.live.pop(name, None) is not None:
+            self.roster.generator_left(name, self.now)
+            self.take()
+
+    @rule(name=names)
+    def restart_unnoticed(self, name: str) -> None:
+        if name in self.live:
+            self.incarnations += 1
+            # Its Hello is the first that the roster hears of the death.
+            self.live[name] = Process(self.incarnations)
+            self.roster.generator_joined(name, str(self.incarnations), 0, self.now)
+            self.take()
+
+    @rule()
+    def publisher_starts(self) -> None:
+        self.incarnations += 1
+        self.publisher = self.incarnations
+        self.asked, self.gos, self.resyncs = [], [], 0
+        self.roster.publisher_joined(str(self.publisher), self.now)
+        self.take()
+
+    @rule()
+    def publisher_dies(self) -> None:
+        if self.publisher is not None:
+            self.publisher = None
+            self.asked, self.gos, self.resyncs = [], [], 0
+            self.roster.publisher_left(self.now)
+            self.take()
+
+    @precondition(lambda self: self.publisher is not None)
+    @rule(step=st.integers(0, 2))
+    def publisher_offers(self, step: int) -> None:
+        """A well-behaved publisher waits for the answer; this one sometimes does not."""
+        self.newest += step
+        self.asked.append(self.newest)
+        self.resyncs = 0
+        self.roster.offer(make_offer(self.newest, port=self.publisher or 0), self.now)
+        self.take()
+
+    @precondition(lambda self: self.gos)
+    @rule(works=st.booleans())
+    def publisher_acts_on_go(self, works: bool) -> None:
+        go = self.gos.pop(0)
+        if not go.members:
+            return
+        if works:
+            self.roster.sent(Sent(go.epoch, go.version, 0.1, 24), self.now)
+        else:
+            self.roster.failed("publisher", TransferFailed(go.epoch, go.version, "no"), self.now)
+        self.take()
+
+    @rule(name=names, works=st.booleans())
+    def generator_acts_on_prepare(self, name: str, works: bool) -> None:
+        process = self.live.get(name)
+        if process is None or process.prepared is None:
+            return
+        epoch, version = process.prepared.epoch, process.prepared.version
+        if works:
+            self.roster.ready(name, epoch, self.now)
+        else:
+            self.roster.failed(name, TransferFailed(epoch, version, "not now"), self.now)
+        self.take()
+
+    @rule(name=names, works=st.booleans())
+    def generator_acts_on_go(self, name: str, works: bool) -> None:
+        process = self.live.get(name)
+        if process is None or not process.going:
+            return
+        go = process.going.pop(0)
+        if works:
+            process.version = max(process.version, go.version)
+            self.roster.applied(name, make_applied(go.epoch, go.version), self.now)
+        else:
+            self.roster.failed(name, TransferFailed(go.epoch, go.version, "broken"), self.now)
+        self.take()
+
+    @rule(seconds=st.floats(0.0, 3 * TIMEOUT_S))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.roster.expire(self.now)
+        self.take()
+
+    # -- what must hold
+
+    @invariant()
+    def every_wait_has_a_deadline(self) -> None:
+        if not hasattr(self, "roster"):
+            return
+        due = self.roster.next_deadline()
+        waiting = self.roster._round is not None or self.roster._resync_deadline is not None
+        assert (due is not None) == waiting
+
+    def teardown(self) -> None:
+        """From any state: one publisher, one generator, no more failures, and time."""
+        if not hasattr(self, "roster"):
+            return
+        for name in list(self.live):
+            if name != "a":
+                self.kill(name)
+        self.join("a")
+        if self.publisher is None:
+            self.publisher_starts()
+        self.newest += 1
+        self.publisher_offers(0)
+        for _ in range(40):
+            while self.act_honestly():
+                pass
+            if self.live["a"].version == self.newest and self.roster.next_deadline() is None:
+                break
+            due = self.roster.next_deadline()
+            assert due is not None, "the generator is behind and nothing is waited for"
+            self.now = max(self.now, due)
+            self.roster.expire(self.now)
+            self.take()
+        assert self.live["a"].version == self.newest
+        assert self.last_published == self.newest
+        assert self.asked == [], "an offer was never answered"
+
+    def act_honestly(self) -> bool:
+        process = self.live["a"]
+        if process.going:
+            self.generator_acts_on_go("a", True)
+        elif process.prepared is not None:
+            self.generator_acts_on_prepare("a", True)
+            process.prepared = process.prepared if self.live["a"].going else None
+        elif self.gos:
+            self.publisher_acts_on_go(True)
+        elif self.resyncs:
+            self.publisher_offers(0)
+        else:
+            return False
+        return True
+
+
+HostileWorld.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+test_whatever_dies_or_fails_the_survivor_gets_the_newest_version = HostileWorld.TestCase

@@ -1,0 +1,81 @@
+"""Settings: precedence of files and flags, and errors that teach."""
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl import settings
+from asyncrl.config import Config
+from asyncrl.settings import UsageError
+
+
+def _error(files: list[str], flags: dict[str, str | None]) -> str:
+    with pytest.raises(UsageError) as caught:
+        settings.read(files, flags)
+    return str(caught.value)
+
+
+def test_flags_win_over_files_and_later_files_over_earlier_ones(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text("[train]\nsteps = 1\ngroup_size = 2\n[learner]\nlr = 0.5\n")
+    second.write_text("[train]\nsteps = 3\n")
+    config = settings.read([f"@{first}", f"@{second}"], {"learner.lr": "0.25"})
+    assert (config.train.steps, config.train.group_size, config.learner.lr) == (3, 2, 0.25)
+
+
+def test_every_setting_can_be_given_as_a_flag_and_read_back_from_json() -> None:
+    config = settings.read([], {"learner.betas": "[0.8, 0.9]", "env.args": '{"digits": 1}', "model.path": "none"})
+    assert config.learner.betas == (0.8, 0.9)
+    assert config.env.args == {"digits": 1}
+    assert settings.from_json(config.model_dump_json()) == config
+
+
+def test_an_unknown_flag_names_the_nearest_one() -> None:
+    assert "Did you mean --learner.lr?" in settings.unknown_flag("--learner.lrr")
+    assert "Did you mean --staleness.max_lag?" in settings.unknown_flag("--max_lag")
+
+
+def test_an_unknown_key_in_a_file_names_the_file_and_the_nearest_key(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nstepz = 5\n")
+    text = _error([f"@{file}"], {})
+    assert "unknown setting train.stepz" in text
+    assert f"{file}, [train] stepz" in text
+    assert "Did you mean train.steps?" in text
+
+
+def test_a_bad_choice_lists_what_is_allowed_and_guesses() -> None:
+    text = _error([], {"staleness.over_age": "masq"})
+    assert text == (
+        "--staleness.over_age = 'masq': not one of the allowed values. Allowed: train, mask, wait. Did you mean mask?"
+    )
+
+
+def test_a_bad_number_says_which_flag_and_what_it_is_for() -> None:
+    assert "--learner.lr = 'fast'" in _error([], {"learner.lr": "fast"})
+    assert "Peak learning rate" in _error([], {"learner.lr": "fast"})
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    assert "generator.max_model_len = 256" in _error([], {"sampling.max_tokens": "600"})
+    assert "hub.lease_s = 2.0" in _error([], {"hub.lease_s": "2"})
+
+
+@pytest.mark.parametrize("content", ["[train", "steps = 3"])
+def test_a_broken_file_is_one_error(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(content)
+    assert str(file) in _error([f"@{file}"], {})
+
+
+def test_a_missing_file_is_one_error() -> None:
+    assert "nowhere.toml does not exist" in _error(["@nowhere.toml"], {})
+
+
+def test_every_setting_has_a_help_text() -> None:
+    assert [key for key, field in settings.leaves() if not field.description] == []
+
+
+def test_derived_numbers_follow_their_formulas() -> None:
+    config = Config.model_validate({"train": {"groups_per_step": 3, "group_size": 5}, "staleness": {"max_lag": 2}})
+    assert (config.episodes_per_step, config.max_groups_ahead) == (15, 9)
