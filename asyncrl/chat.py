@@ -45,7 +45,7 @@ class ChatFormat:
             )
         self._end = self._end_of_turn()
         self.end_id: int = int(self._tokenizer.convert_tokens_to_ids(self._end))
-        """The one of them that the template itself puts after an assistant message."""
+        """The token that the template puts after an assistant message."""
         self.stop_token_ids: tuple[int, ...] = self._stop_ids()
         """Sampling any of these ends an assistant turn: end of turn, and end of text. Sorted."""
 

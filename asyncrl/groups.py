@@ -171,14 +171,13 @@ class Rules:
     def groups_wanted(self, version: int) -> int:
         """Groups, without filtered ones, that may have been admitted once `version` is published.
 
-        With `reuse = 1` this is design.md's `(max_lag + version + 1) * groups_per_step`, but never more
-        than the run's steps can use. A batch needs `groups_per_step` *different* groups, so with a reuse of
-        r the groups of one step feed r steps: a new block of `groups_per_step` opens every r versions. The
-        newest block was sealed at most r - 1 times before the next one opens, whatever the order of
-        training is, so there are always enough groups for the next batch.
+        With `reuse = 1` this is design.md's `(max_lag + version + 1) * groups_per_step`. A batch needs
+        `groups_per_step` *different* groups, so with a reuse of r the groups of one step feed r steps: a new
+        block of `groups_per_step` opens every r versions. The newest block was sealed at most r - 1 times
+        before the next one opens, whatever the order of training is, so there are always enough groups with
+        uses left for the next batch.
         """
-        last_step = min(self.max_lag + version, self.steps - 1)
-        return self.groups_per_step * (last_step // self.reuse + 1)
+        return self.groups_per_step * ((self.max_lag + version) // self.reuse + 1)
 
     def needs_version(self, ordinal: int) -> int:
         """Oldest version that may sample the group that is the `ordinal`-th (0, 1, ...) of those kept.

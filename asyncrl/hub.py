@@ -73,6 +73,8 @@ from asyncrl.transport import AsyncSocket
 
 REPORT_S = 1.0
 """Interval of the hub's own metrics."""
+FUTILE_BATCHES = 100
+"""The run is given up when the filter has dropped this many batches' worth of groups in a row."""
 
 
 class Hub:
@@ -102,6 +104,7 @@ class Hub:
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = ""
         self._served_step = 0
+        self._filtered_before = self._scheduler.filtered_groups
         self._exit: asyncio.Future[int] = self._loop.create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._chunk_count = self._token_count = 0
@@ -271,6 +274,7 @@ class Hub:
             self._admit(now)
             self._grant(now)
         self._serve_batches(now)
+        self._give_up_if_futile()
         self._roster_effects(now)
         self._record(*self._scheduler.take_records())
         self._set_timer(now)
@@ -314,6 +318,7 @@ class Hub:
             elif step <= self._scheduler.sealed_step or self._scheduler.seal(now) is not None:
                 reply = None
                 self._served_step = max(self._served_step, step)
+                self._filtered_before = self._scheduler.filtered_groups
             else:
                 continue
             del self._wanted[step, rank]
@@ -321,6 +326,16 @@ class Hub:
                 self._after(partial(self._control.send, reply, to=peer))
             else:
                 self._after(partial(self._spawn_batch, peer, wanted))
+
+    def _give_up_if_futile(self) -> None:
+        """Dynamic sampling refills for ever where the policy solves everything or nothing."""
+        futile = self._scheduler.filtered_groups - self._filtered_before
+        if futile >= FUTILE_BATCHES * self._config.train.groups_per_step and not self._exit.done():
+            self._fail(
+                f"the filter {self._config.algo.filter!r} has dropped the last {futile} groups and step "
+                f"{self._scheduler.sealed_step + 1} is still without a batch: the policy solves all of these tasks "
+                "or none. Choose easier or harder tasks (env.args), a warmer start, or --algo.filter none"
+            )
 
     def _spawn_batch(self, peer: bytes, wanted: NextBatch) -> None:
         async def send() -> None:
@@ -366,8 +381,10 @@ class Hub:
             self._after(partial(self._leave, 0))
 
     def _stop_generators(self, reason: str) -> None:
-        for peer, role in self._roles.items():
-            if role == "generator":
+        """They leave the roster too: nobody waits for a weight transfer to a process that is ending."""
+        for name, peer in self._peers.items():
+            if self._roles.get(peer) == "generator":
+                self._roster.generator_left(name, self._now())
                 self._after(partial(self._control.send, Stop(reason), to=peer))
 
     def _fail(self, reason: str) -> None:

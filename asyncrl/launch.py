@@ -97,14 +97,16 @@ def new_run_dir(config: Config) -> Path:
 
 
 def create(config: Config, run_dir: Path) -> None:
-    """Makes the run folder and its journal, which holds the resolved configuration.
+    """Makes the run folder and its journal, which holds the resolved configuration, in one rename.
 
     Raises:
         UsageError: the folder cannot be written.
     """
+    fresh = run_dir.with_name(f".{run_dir.name}.{os.getpid()}")
     try:
-        run_dir.mkdir(parents=True)
-        Journal.create(run_dir / "run.db", run_dir.name, config.model_dump_json()).close()
+        fresh.mkdir(parents=True)
+        Journal.create(fresh / "run.db", run_dir.name, config.model_dump_json()).close()
+        fresh.rename(run_dir)
     except (OSError, JournalError) as error:
         raise UsageError(f"run folder {run_dir} cannot be made: {error}; choose another --run.dir") from error
 

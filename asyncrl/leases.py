@@ -41,6 +41,8 @@ class Generator:
     capacity: int
     version: int
     """The version that it samples with."""
+    deadline: float
+    """Without a sign of life until then it gets no new leases: it would only let them lapse."""
     leases: set[int] = field(default_factory=set)
 
     @property
@@ -101,7 +103,7 @@ class Leases:
         kept = held & set(named) if same else set()
         for lease_id in sorted(held - kept):
             self._lapse(lease_id)
-        self.generators[name] = Generator(name, incarnation, capacity, version, kept)
+        self.generators[name] = Generator(name, incarnation, capacity, version, now, kept)
         return self.extend(name, named, now)
 
     def leave(self, name: str) -> list[Grant]:
@@ -112,9 +114,12 @@ class Leases:
         return lapsed
 
     def extend(self, name: str, named: Iterable[int], now: float) -> list[int]:
-        """Extends the named leases that this generator holds; returns the others."""
+        """A sign of life: extends the named leases that this generator holds; returns the others."""
         generator = self.generators.get(name)
-        own = generator.leases if generator else set()
+        own: set[int] = set()
+        if generator is not None:
+            own = generator.leases
+            generator.deadline = now + self.lease_s
         foreign = []
         for lease_id in named:
             if lease_id in own:
@@ -129,7 +134,7 @@ class Leases:
         """Hands queued episodes to the generators with most free capacity until nothing fits."""
         if not self._queues:
             return []
-        free = [(-generator.free, name) for name, generator in self.generators.items() if generator.free > 0]
+        free = [(-g.free, name) for name, g in self.generators.items() if g.free > 0 and g.deadline > now]
         heapq.heapify(free)
         grants = []
         while free:
@@ -164,7 +169,7 @@ class Leases:
     def adopt(self, lease_id: int, episode: Episode, name: str, now: float) -> Grant:
         """Puts an active lease into the table, with a fresh deadline. Also how recovery brings leases back."""
         # After a hub's restart nothing is known of a generator but its leases, so it gets no new ones.
-        generator = self.generators.setdefault(name, Generator(name, None, 0, -1))
+        generator = self.generators.setdefault(name, Generator(name, None, 0, -1, now))
         deadline = now + self.lease_s
         group = episode.group
         grant = Grant(

@@ -4,7 +4,7 @@ A `Record` is one SQL statement and its values. `asyncrl.scheduler` makes the re
 the hub makes the others (chunks, steps, versions, metrics, events), and `asyncrl.journal` writes both, in
 one transaction. Every statement may be run twice with the same values and leave the same rows, except
 `metric` and `event`, which have no natural key: a failed transaction is rolled back whole, so they are
-written once as well. There is no foreign key and no trigger, so only the order within one table matters.
+written once as well. (`INSERT OR IGNORE` would also swallow a broken row; `ON CONFLICT` does not.) There is no foreign key and no trigger, so only the order within one table matters.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ class Record(NamedTuple):
     values: tuple[Any, ...]
 
 
-_TASK = Statement("task", "INSERT OR IGNORE INTO task (task_index, task_id, task_json) VALUES (?, ?, ?)")
+_TASK = Statement(
+    "task", "INSERT INTO task (task_index, task_id, task_json) VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
+)
 _GROUP = Statement(
     "grp",
-    "INSERT OR IGNORE INTO grp (group_id, task_index, state, needs_version, admitted)"
-    " VALUES (?, ?, 'running', ?, ?)",
+    "INSERT INTO grp (group_id, task_index, state, needs_version, admitted)"
+    " VALUES (?, ?, 'running', ?, ?) ON CONFLICT DO NOTHING",
 )
 _GROUP_STATE = Statement("grp", "UPDATE grp SET state = ?, reason = ? WHERE group_id = ?")
 _GROUP_USES = Statement("grp", "UPDATE grp SET uses = ? WHERE group_id = ?")
 _EPISODE = Statement(
     "episode",
-    "INSERT OR IGNORE INTO episode (episode_id, group_id, seed, state) VALUES (?, ?, ?, 'queued')",
+    "INSERT INTO episode (episode_id, group_id, seed, state) VALUES (?, ?, ?, 'queued') ON CONFLICT DO NOTHING",
 )
 _EPISODE_STATE = Statement("episode", "UPDATE episode SET state = ? WHERE episode_id = ?")
 _EPISODE_ENDED = Statement(
@@ -57,18 +59,19 @@ _EPISODES_CLOSED = Statement(
 )
 _LEASE = Statement(
     "lease",
-    "INSERT OR IGNORE INTO lease (lease_id, episode_id, generator, granted, state) VALUES (?, ?, ?, ?, 'active')",
+    "INSERT INTO lease (lease_id, episode_id, generator, granted, state)"
+    " VALUES (?, ?, ?, ?, 'active') ON CONFLICT DO NOTHING",
 )
 _LEASE_STATE = Statement("lease", "UPDATE lease SET state = ? WHERE lease_id = ?")
 _BATCH = Statement(
     "batch",
-    "INSERT OR IGNORE INTO batch (batch_id, group_ids_json, episode_ids_json, plan_json, seed, sealed)"
-    " VALUES (?, ?, ?, ?, ?, ?)",
+    "INSERT INTO batch (batch_id, group_ids_json, episode_ids_json, plan_json, seed, sealed)"
+    " VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
 )
 _CHUNK = Statement(
     "chunk",
-    "INSERT OR IGNORE INTO chunk (episode_id, seq, n, version, sampled, tokens, logprobs)"
-    " VALUES (?, ?, ?, ?, ?, ?, ?)",
+    "INSERT INTO chunk (episode_id, seq, n, version, sampled, tokens, logprobs)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
 )
 _STEP = Statement("step", "INSERT OR REPLACE INTO step (step, batch_id, ended, metrics_json) VALUES (?, ?, ?, ?)")
 _VERSION = Statement(

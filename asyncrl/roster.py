@@ -30,7 +30,8 @@ a restarted hub never reuses one.
     | Offer after a Resync    | the roster| `timeout_s`, then it asks again                             |
 
 Blame: when a round fails, members that stayed silent are blamed; if none did and none died, those that
-reported the failure. `MAX_FAILURES` in a row, and the generator is to be restarted.
+reported the failure. Who has failed is served in a round apart from those who have not, until it succeeds.
+`MAX_FAILURES` in a row, and the generator is to be restarted.
 """
 
 from __future__ import annotations
@@ -290,7 +291,7 @@ class Roster:
             return
         offer, self._unanswered = self._unanswered, None
         if offer is not None:
-            self._prepare(offer, self._behind(offer), now)
+            self._prepare(offer, self._next_members(offer), now)
         if self._round is not None or self._latest is None:
             return
         version = self._latest.version
@@ -308,6 +309,14 @@ class Roster:
             for name, generator in sorted(self._generators.items())
             if generator.version < offer.version and not generator.given_up
         )
+
+    def _next_members(self, offer: Offer) -> tuple[str, ...]:
+        """Who takes part in the next round: of those behind, the ones that failed least often.
+
+        So nobody who is well ever waits in one round with somebody who has just failed.
+        """
+        behind = {name: self._generators[name].failures for name in self._behind(offer)}
+        return tuple(name for name, failures in behind.items() if failures == min(behind.values()))
 
     def _prepare(self, offer: Offer, members: tuple[str, ...], now: float) -> None:
         """Starts a round, or answers that none is needed."""

@@ -77,13 +77,28 @@ class Scheduler:
     # ---- admission ----
 
     def may_admit(self) -> bool:
-        """Whether one more group may start (`Rules.groups_wanted`). A filtered group gives its place back."""
-        return not self.finished and self._kept < self.rules.groups_wanted(self.version)
+        """Whether one more group may start: in time (`Rules.groups_wanted`), and needed by a remaining step.
+
+        A filtered group gives its place back.
+        """
+        return not self.finished and self._kept < self.rules.groups_wanted(self.version) and self._needed()
 
     @property
     def _kept(self) -> int:
         """Groups admitted so far that were not filtered: accepted + running."""
         return self.next_task_index - self.filtered_groups
+
+    def _needed(self) -> bool:
+        """Whether the live groups cannot fill the batches of all remaining steps.
+
+        A group counts with the uses it has left, but at most once per step: towards the end of a run the
+        uses that are left may lie in too few groups, because a batch takes no group twice.
+        """
+        rules, left = self.rules, self.rules.steps - self.sealed_step
+        if self._kept * rules.reuse < rules.steps * rules.groups_per_step:
+            return True
+        supply = sum(min(rules.reuse - group.uses, left) for group in self.groups.values())
+        return rules.reuse > 1 and supply < left * rules.groups_per_step
 
     def admit(self, task: Task, now: float) -> Group:
         """Starts the group of the task with index `next_task_index`; its episodes are queued.
@@ -135,7 +150,7 @@ class Scheduler:
         return self.leases.leave(name)
 
     def heartbeat(self, name: str, leases: Iterable[int], now: float) -> list[int]:
-        """Extends the named leases; returns those that are not (any more) the generator's own."""
+        """A sign of life: extends the named leases; returns those that are not (any more) its own."""
         return self.leases.extend(name, leases, now)
 
     def generator_version(self, name: str, version: int) -> None:

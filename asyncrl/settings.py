@@ -134,17 +134,14 @@ def _read_toml(path: str) -> dict[str, Any]:
 
 
 def _parse(typed: str, key: str) -> Any:
-    """Flags are text; lists, tables and tuples are written as JSON, everything else is pydantic's to read."""
+    """Flags are text; lists, tables and null are written as JSON, everything else is pydantic's to read."""
     if typed[:1] in "[{":
         try:
             return json.loads(typed)
         except json.JSONDecodeError as error:
             text = f"--{key} {typed}: not valid JSON ({error}); write lists as [1,2] and tables as {{}}"
             raise UsageError(text) from None
-    field = dict(leaves())[key]
-    if typed.lower() in ("none", "null") and field.default is None:
-        return None
-    return typed
+    return None if typed == "null" else typed
 
 
 def _explain(error: ValidationError, origin: dict[str, str]) -> str:

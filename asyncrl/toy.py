@@ -18,14 +18,14 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from asyncrl import __version__
 from asyncrl.chat import ChatFormat
 from asyncrl.config import Config, Learner
-from asyncrl.envs.base import Environment, Split
+from asyncrl.envs.base import Split
 from asyncrl.envs.registry import load
 from asyncrl.messages import Task
 from asyncrl.settings import UsageError

@@ -24,7 +24,7 @@ def test_flags_win_over_files_and_later_files_over_earlier_ones(tmp_path: Path) 
 
 
 def test_every_setting_can_be_given_as_a_flag_and_read_back_from_json() -> None:
-    config = settings.read([], {"learner.betas": "[0.8, 0.9]", "env.args": '{"digits": 1}', "model.path": "none"})
+    config = settings.read([], {"learner.betas": "[0.8, 0.9]", "env.args": '{"digits": 1}', "model.path": "null"})
     assert config.learner.betas == (0.8, 0.9)
     assert config.env.args == {"digits": 1}
     assert settings.from_json(config.model_dump_json()) == config

@@ -94,7 +94,7 @@ class _Sweep(torch.autograd.Function):
     """The sweep as one autograd node; `kept` carries the outputs that have no gradient out of it."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -132,7 +132,7 @@ class _Sweep(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
         return d_hidden * upstream, d_weight * upstream, None, None, None, None, None
 

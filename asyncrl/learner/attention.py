@@ -45,8 +45,8 @@ class Segments:
 
     def to(self, device: torch.device) -> Segments:
         """The same segments on another device."""
-        moved = (t.to(device) for t in (self.gather, self.real, self.place))
-        return Segments(self.bounds.to(device), self.longest, *moved, self.blocks)
+        gather, real, place = (t.to(device) for t in (self.gather, self.real, self.place))
+        return Segments(self.bounds.to(device), self.longest, gather, real, place, self.blocks)
 
 
 def segments(lengths: Sequence[int]) -> Segments:
@@ -83,12 +83,12 @@ class _Reorder(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, real: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, real: Tensor | None) -> Tensor:
         ctx.inverse, ctx.real = inverse, real
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         back = grad.index_select(0, ctx.inverse)
         if ctx.real is not None:
             back = back * ctx.real.to(back.dtype)
@@ -104,24 +104,34 @@ def _padded_sdpa(q: Tensor, k: Tensor, v: Tensor, row: Segments, scale: float | 
     for count, width in row.blocks:
         part = slice(start, start + count * width)
         start = part.stop
-        block = [x[part].view(count, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
+        q_, k_, v_ = (x[part].view(count, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         if repeat > 1:
-            block[1:] = [x.repeat_interleave(repeat, 1) for x in block[1:]]
-        out = F.scaled_dot_product_attention(*block, is_causal=True, scale=scale)
+            k_, v_ = k_.repeat_interleave(repeat, 1), v_.repeat_interleave(repeat, 1)
+        out = F.scaled_dot_product_attention(q_, k_, v_, is_causal=True, scale=scale)
         outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
     joined = torch.cat(outs) if len(outs) > 1 else outs[0]
     return _Reorder.apply(joined, row.place, row.gather, row.real).view(-1, *q.shape[1:])
 
 
 def _cuda_varlen(q: Tensor, k: Tensor, v: Tensor, row: Segments, scale: float | None, window: int) -> Tensor:
-    """Attention by torch's variable-length kernel; the same shapes as `_padded_sdpa`."""
+    """Attention by the GPU's variable-length kernel, -1: no window; the same shapes as `_padded_sdpa`."""
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    bounds, longest = row.bounds, row.longest
+    if importlib.util.find_spec("flash_attn") is not None:
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func(
+            q, k, v, bounds, bounds, longest, longest,
+            softmax_scale=scale, causal=True, window_size=(window, 0 if window >= 0 else -1),
+        )  # fmt: skip
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    return varlen_attn(
-        q, k, v, row.bounds, row.bounds, row.longest, row.longest,
+    out = varlen_attn(
+        q, k, v, bounds, bounds, longest, longest,
         scale=scale, window_size=(window, 0), enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _attend(
@@ -141,26 +151,18 @@ def _attend(
     Raises:
         ValueError: the model asks for something that these kernels do not compute.
     """
-    unknown = [key for key in ("softcap", "s_aux") if extra.get(key) is not None]
-    short = sliding_window is not None and sliding_window < segments.longest
-    if unknown or attention_mask is not None or (short and query.device.type == "cpu"):
-        what = unknown or ("an attention mask" if attention_mask is not None else f"a window of {sliding_window}")
+    on_cpu = query.device.type == "cpu"
+    window = sliding_window - 1 if sliding_window is not None and sliding_window < segments.longest else -1
+    asked = [name for name in ("softcap", "s_aux") if extra.get(name) is not None]
+    asked += ["attention_mask"] if attention_mask is not None else []
+    asked += [f"sliding_window = {sliding_window}"] if on_cpu and window >= 0 else []
+    if asked:
         raise ValueError(
-            f"packed attention on {query.device.type} cannot compute {what}, which {type(module)} needs"
+            f"{type(module).__name__} asks for {', '.join(asked)}, which packed attention on {query.device.type} "
+            "does not compute; this model cannot be trained there"
         )
-    if query.device.type == "cpu":
+    if on_cpu:
         return _padded_sdpa(query, key, value, segments, scaling)[None], None
-    if importlib.util.find_spec("flash_attn") is not None:
-        from flash_attn import flash_attn_varlen_func
-
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        bounds, longest = segments.bounds, segments.longest
-        window = (sliding_window - 1, 0) if short and sliding_window else (-1, -1)
-        out = flash_attn_varlen_func(
-            q, k, v, bounds, bounds, longest, longest, softmax_scale=scaling, causal=True, window_size=window
-        )
-        return out[None], None
-    window = sliding_window - 1 if short and sliding_window else -1
     return _cuda_varlen(query, key, value, segments, scaling, window)[None], None
 
 

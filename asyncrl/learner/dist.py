@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+TIMEOUT_S = 600.0
+"""Longest wait for the other ranks: to come, and in each collective."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -26,45 +29,48 @@ class Ranks:
     device: torch.device
 
 
-def init(device: str, timeout_s: float = 600.0) -> Ranks:
-    """Joins the learner's ranks: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
+def init(device: str, threads: int = 1, timeout_s: float = TIMEOUT_S) -> Ranks:
+    """Joins the learner's ranks: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
 
-    Without RANK this process is a group of its own, and no port is opened. CUDA ranks get a Gloo group beside
-    NCCL, which asynchronous checkpoints need.
+    Without RANK this process is a group of its own, and no port is opened.
 
     Raises:
         ValueError: a variable is missing.
         torch.distributed.DistError: the other ranks did not come within `timeout_s`.
     """
-    timeout = timedelta(seconds=timeout_s)
-    kind = torch.device(device).type
-    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    torch.set_num_threads(threads)
     if "RANK" not in os.environ:
-        if kind == "cuda":
-            torch.cuda.set_device(0)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return Ranks(0, 1, torch.device(kind))
+        return _alone(device, timeout_s)
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(
             f"RANK is set but {', '.join(missing)} is not; start the ranks with torchrun, or set them"
         )
-    if kind == "cuda":
+    if torch.device(device).type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
-    dist.init_process_group(backend, timeout=timeout)
-    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device(kind))
+    dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
+    return current(device)
+
+
+def current(device: str) -> Ranks:
+    """This process, after `init`."""
+    return Ranks(dist.get_rank(), dist.get_world_size(), torch.device(torch.device(device).type))
+
+
+def shutdown() -> None:
+    """Leaves the group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager
-def alone(device: str = "cpu") -> Iterator[Ranks]:
+def alone(device: str = "cpu", threads: int = 1) -> Iterator[Ranks]:
     """A group of one for the time of a `with` block, whatever the environment says."""
-    timeout = timedelta(seconds=600)
-    backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    torch.set_num_threads(threads)
     try:
-        yield Ranks(0, 1, torch.device(device))
+        yield _alone(device, TIMEOUT_S)
     finally:
-        dist.destroy_process_group()
+        shutdown()
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -77,3 +83,14 @@ def max_over_ranks(values: Tensor) -> Tensor:
     """The element-wise maximum over ranks, in place."""
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return values
+
+
+def _backend(device: str) -> str:
+    """CUDA ranks get Gloo beside NCCL: asynchronous checkpoints need it."""
+    return "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+
+
+def _alone(device: str, timeout_s: float) -> Ranks:
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return current(device)

@@ -13,16 +13,22 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from asyncrl.config import Dtype
-from asyncrl.learner import model
+from asyncrl.learner.update import Trainer
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json")
 
 
-def export(policy: model.Policy, source: Path, target: Path, dtype: Dtype, rank: int) -> None:
-    """Writes `target`, replacing what is there only when the new folder is complete. Collective; rank 0 writes."""
-    held = {name: tensor.to("cpu", copy=True) for name, tensor in model.weights(policy) if rank == 0}
-    if rank != 0:
+def export(trainer: Trainer, source: Path, target: Path) -> None:
+    """Writes `target`, replacing what is there only when the new folder is complete. Collective; rank 0 writes.
+
+    Args:
+        trainer: whose policy is written.
+        source: Hugging Face folder that the policy was loaded from.
+        target: folder to write.
+    """
+    first = trainer.ranks.rank == 0
+    held = {name: tensor.to("cpu", copy=True) for name, tensor in trainer.weights() if first}
+    if not first:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = (target.with_name(target.name + suffix) for suffix in (".tmp", ".old"))
@@ -32,7 +38,7 @@ def export(policy: model.Policy, source: Path, target: Path, dtype: Dtype, rank:
     save_file(held, fresh / "model.safetensors", metadata={"format": "pt"})
     settings = json.loads((fresh / "config.json").read_text())
     settings.pop("torch_dtype", None)
-    settings["dtype"] = dtype
+    settings["dtype"] = trainer.config.model.dtype
     (fresh / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     if target.exists():
         target.rename(old)

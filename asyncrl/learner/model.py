@@ -37,7 +37,7 @@ class Policy(nn.Module):
 
     def __init__(self, hf: nn.Module) -> None:
         super().__init__()
-        self.hf = hf
+        self.hf: Any = hf
 
     def forward(self, work: Callable[..., T], *args: Any) -> T:
         """Runs `work(hf, *args)` while the root's parameters are whole, in the compute dtype."""
@@ -60,12 +60,13 @@ def load(path: str | Path, dtype: Dtype, ranks: Ranks) -> Policy:
     config = AutoConfig.from_pretrained(path)
     with init_empty_weights(include_buffers=False):
         hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
+    hf.tie_weights()  # the meta-device context registers a tied head as a parameter of its own
     if getattr(hf.get_output_embeddings(), "bias", None) is not None:
         raise ValueError(f"model.path = {path}: its LM head has a bias, which the RL head does not compute")
     policy = Policy(hf.eval())  # no dropout: the learner's policy must be the one that the engine samples
     _shard(policy, _layers(hf), dtype, ranks)
     _materialise(policy, ranks.device)
-    whole: dict[str, Tensor] = {}
+    whole: dict[str, Any] = {}
     if ranks.rank == 0:
         source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
         whole = {PREFIX + name: tensor for name, tensor in source.items()}

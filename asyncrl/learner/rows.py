@@ -100,8 +100,8 @@ def read(batch: Batch, ids: np.ndarray, logprobs: np.ndarray, step: int, limit: 
     totals = [sum(span.n for span in spans) for spans in batch.spans]
     if totals != lengths.tolist() or len(ids) != lengths.sum() or len(logprobs) != len(ids):
         raise ValueError(
-            f"batch {batch.batch_id}: {len(ids)} tokens, {len(logprobs)} log-probs and spans of {sum(totals)} tokens "
-            f"do not fit the {lengths.sum()} tokens of {len(lengths)} episodes"
+            f"batch {batch.batch_id}: {len(ids)} tokens, {len(logprobs)} log-probs and spans of {sum(totals)} "
+            f"tokens do not fit the {lengths.sum()} tokens of {len(lengths)} episodes"
         )
     spans = [span for run in batch.spans for span in run]
     sizes = [span.n for span in spans]
@@ -146,7 +146,7 @@ def build(
 def _row(
     share: Share, part: slice, lengths: np.ndarray, weight: np.ndarray, advantage: np.ndarray, device: torch.device
 ) -> Row:
-    """One row. An empty one becomes a single token that trains nothing, so that all ranks run the same collectives."""
+    """One row. An empty one becomes a single token that trains nothing: all ranks run the same collectives."""
     if not len(lengths):
         lengths, ids = np.array([1]), np.array([0])
         positions = np.zeros(1, np.int64)

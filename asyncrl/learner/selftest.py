@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.config import Dtype
 from asyncrl.learner import attention
-from asyncrl.learner.model import Policy
+from asyncrl.learner.model import Policy, units
 from asyncrl.triton_kernels.rl_head import logprob_and_entropy
 
 LENGTHS = (5, 17, 1, 24, 9)
@@ -41,14 +41,14 @@ def self_test(policy: Policy, dtype: Dtype, device: torch.device) -> float:
     policy.hf.set_attn_implementation("sdpa")
     separate = torch.cat([policy(_separate, sequence) for sequence in ids])
     policy.hf.set_attn_implementation(attention.NAME)
-    policy.reshard()
+    units(policy)[0].reshard()
     spread = separate.std().clamp(min=1e-3)
     error = float((packed - separate).abs().mean() / spread)
     if not error <= TOLERANCE[dtype]:
         raise PackingMismatch(
-            f"packed and separate sequences differ by {error:.2g} of their log-probs' spread in {dtype} (allowed: "
-            f"{TOLERANCE[dtype]:.0e}); {type(policy.hf).__name__} cannot be trained with packed rows. A model that "
-            "scales or caps its logits, or whose attention does not take `segments`, shows this."
+            f"packed and separate sequences differ by {error:.2g} of their log-probs' spread in {dtype} "
+            f"(allowed: {TOLERANCE[dtype]:.0e}); {type(policy.hf).__name__} cannot be trained with packed rows. "
+            "A model that scales or caps its logits, or whose attention does not take `segments`, shows this."
         )
     return error
 

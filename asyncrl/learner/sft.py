@@ -31,11 +31,10 @@ def train_sft(
     model_path: str | Path,
     out_path: str | Path,
     examples: Iterable[Example],
-    *,
     steps: int,
     rows_per_step: int,
     lr: float,
-    on_step: Callable[[int, dict[str, float]], None] | None = None,
+    on_step: Callable[[int, float], None] | None = None,
 ) -> dict[str, float]:
     """Minimises the negative log-likelihood of the trained tokens and writes the model to `out_path`.
 
@@ -47,7 +46,7 @@ def train_sft(
         steps: optimiser steps.
         rows_per_step: examples in a step.
         lr: peak learning rate; a twentieth of the steps warms up to it, a cosine leads to 0.
-        on_step: called after each step with its number and metrics (`loss`, `grad_norm`, `lr`).
+        on_step: called after each step with its number and loss (mean nats per trained token).
 
     Returns:
         The last step's metrics.
@@ -60,16 +59,16 @@ def train_sft(
     train = config.train.model_copy(update={"steps": steps})
     sampling = config.sampling.model_copy(update={"temperature": 1.0})
     config = config.model_copy(update={"learner": learner, "train": train, "sampling": sampling})
-    torch.set_num_threads(learner.threads)
     stream, metrics = _endless(examples), {"loss": float("nan")}
-    with dist.alone(learner.device) as ranks:
-        trainer = Trainer(config, model_path, ranks)
+    with dist.alone(learner.device, learner.threads) as ranks:
+        trainer = Trainer(config, model_path)
+        trainer.self_test()
         for step in range(1, steps + 1):
             packed = pack(list(islice(stream, rows_per_step)), learner.token_budget, ranks.device)
             _, metrics = trainer.fit(packed, _negative_log_likelihood, step, batch_id=step)
             if on_step is not None:
-                on_step(step, metrics)
-        export(trainer.policy, trainer.source, Path(out_path), config.model.dtype, ranks.rank)
+                on_step(step, metrics["loss"])
+        export(trainer, Path(model_path), Path(out_path))
     return metrics
 
 

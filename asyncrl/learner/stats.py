@@ -3,7 +3,7 @@
 Each rank sums over its own tokens; one sum and one maximum over the ranks make the step's metrics. Nothing here
 influences training. Called by `asyncrl.learner.update`.
 
-Names: `ratio/*` is pi / mu of the trained tokens; `ess` is (sum r)^2 / (n sum r^2), in (0, 1]; `kl` estimates
+Names: `ratio_*` is pi / mu of the trained tokens; `ess` is (sum r)^2 / (n sum r^2), in (0, 1]; `kl` estimates
 KL(mu || pi) by r - 1 - log r, which is never negative (Schulman 2020, "Approximating KL divergence");
 `lag_hist/k` counts trained tokens of lag k, `ess_lag/k` is their effective sample size.
 """
@@ -22,7 +22,7 @@ from asyncrl.triton_kernels.rl_head import HeadOutput
 
 LAGS = 64
 """Lags are counted one by one below this; the last bin holds the rest."""
-MEANS = ("ratio/mean", "kl", "entropy", "clipped", "weight/mean", "lag/mean")
+MEANS = ("ratio_mean", "kl", "entropy", "clipped", "weight_mean", "lag_mean")
 
 
 def token_metrics(rows: Sequence[Row], outputs: Sequence[HeadOutput], device: torch.device) -> dict[str, float]:
@@ -55,7 +55,7 @@ def _named(sums: Tensor, largest: Tensor) -> dict[str, float]:
     n = sum(count)
     metrics = {name: value / max(n, 1) for name, value in zip(MEANS, means, strict=True)}
     metrics["ess"] = sum(first) ** 2 / (n * sum(second)) if n else 0.0
-    for name, sign, value in zip(("ratio/max", "ratio/min", "lag/max"), (1, -1, 1), largest.tolist(), strict=True):
+    for name, sign, value in zip(("ratio_max", "ratio_min", "lag_max"), (1, -1, 1), largest.tolist(), strict=True):
         metrics[name] = sign * value if n else 0.0
     for lag, tokens in enumerate(count):
         if tokens:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.learner import model, rows
-from asyncrl.learner.dist import Ranks, sum_over_ranks
+from asyncrl.learner.dist import Ranks, current, sum_over_ranks
 from asyncrl.learner.optim import Optimizer, learning_rate
 from asyncrl.learner.rows import Row, Share
 from asyncrl.learner.selftest import self_test
@@ -38,8 +38,8 @@ class NotFinite(RuntimeError):
 
     def __init__(self, step: int, batch_id: int, what: str) -> None:
         super().__init__(
-            f"step {step}: {what} of batch {batch_id} is not finite; the step was not applied and the batch is kept "
-            "in run.db. A lower learner.lr, or model.dtype = 'float32', is the usual remedy."
+            f"step {step}: {what} of batch {batch_id} is not finite; the step was not applied and the batch is "
+            "kept in run.db. A lower learner.lr, or model.dtype = 'float32', is the usual remedy."
         )
         self.step, self.batch_id, self.what = step, batch_id, what
 
@@ -47,23 +47,32 @@ class NotFinite(RuntimeError):
 class Trainer:
     """The learner of one rank: policy shards, optimiser, algorithm. Every method that trains is collective."""
 
-    def __init__(self, config: Config, path: str | Path, ranks: Ranks) -> None:
-        """Loads the model, and refuses one that packed rows would train wrongly.
+    def __init__(self, config: Config, path: str | Path) -> None:
+        """Loads the model at `path`; `dist.init` comes first.
 
         Raises:
             FileNotFoundError, ValueError: see `asyncrl.learner.model.load`.
-            PackingMismatch: see `asyncrl.learner.selftest`.
         """
-        self.config, self.ranks, self.source = config, ranks, Path(path)
+        self.config = config
+        self.ranks: Ranks = current(config.learner.device)
         self.algorithm = build(config.algo)
-        self.policy = model.load(path, config.model.dtype, ranks)
-        self.policy.set_gradient_divide_factor(1.0)  # losses are already divided by global counts
+        self.policy = model.load(path, config.model.dtype, self.ranks)
+        self._root = model.units(self.policy)[0]
         for unit in model.units(self.policy):
+            # Plain sums: the losses are divided by global counts already.
             unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
         self.optimizer = Optimizer(self.policy, config.learner)
         self.step = 0
         """Last step that was applied; the version of the weights."""
-        self_test(self.policy, config.model.dtype, ranks.device)
+
+    def self_test(self) -> float:
+        """Refuses a model that packed rows would train wrongly. Collective.
+
+        Raises:
+            PackingMismatch: see `asyncrl.learner.selftest`.
+        """
+        return self_test(self.policy, self.config.model.dtype, self.ranks.device)
 
     def train(self, batch: Batch, tokens: np.ndarray, logprobs: np.ndarray, step: int) -> dict[str, float]:
         """Trains on this rank's share of a batch and returns the step's metrics, the same on every rank.
@@ -87,12 +96,12 @@ class Trainer:
         trained = sum(value for name, value in metrics.items() if name.startswith("lag_hist/"))
         metrics |= {
             "reward": float(np.mean(rewards)) if rewards else 0.0,
-            "advantage/abs": float(np.abs(advantages).mean()) if len(advantages) else 0.0,
-            "tokens/sampled": sampled,
-            "tokens/trained": trained,
-            "tokens/stale": 1 - trained / max(sampled, 1),
-            "length/sampled": float(np.mean([e.sampled for e in batch.episodes])) if batch.episodes else 0.0,
-            "length/trained": trained / max(totals.sequences, 1),
+            "advantage_abs": float(np.abs(advantages).mean()) if len(advantages) else 0.0,
+            "tokens_sampled": sampled,
+            "tokens_trained": trained,
+            "stale_share": 1 - trained / max(sampled, 1),
+            "length_sampled": float(np.mean([e.sampled for e in batch.episodes])) if batch.episodes else 0.0,
+            "length_trained": trained / max(totals.sequences, 1),
         }
         return metrics
 
@@ -109,7 +118,7 @@ class Trainer:
         """
         outputs = []
         for i, row in enumerate(packed):
-            self.policy.set_requires_gradient_sync(i == len(packed) - 1)
+            self._root.set_requires_gradient_sync(i == len(packed) - 1)
             outputs.append(self._forward_backward(row, loss_of(row)))
         losses = torch.stack([out.loss.double() for out in outputs]).sum()
         loss, squared = sum_over_ranks(torch.stack([losses, self.optimizer.squared_norm()])).tolist()

@@ -68,5 +68,5 @@ def reasons(counts: Mapping[str, int]) -> str:
 def as_text(renderable: RenderableType, width: int = 160) -> str:
     """A rich renderable as plain text without colours and trailing blanks."""
     stream = io.StringIO()
-    Console(file=stream, width=width, color_system=None, legacy_windows=False).print(renderable)
+    Console(file=stream, width=width, color_system=None, markup=False, legacy_windows=False).print(renderable)
     return "\n".join(line.rstrip() for line in stream.getvalue().rstrip().splitlines())

@@ -33,7 +33,10 @@ class RunLine:
 def list_runs(folder: str | Path) -> str:
     """The runs in a folder as a table, or what to do if there is none."""
     lines = find_runs(folder)
-    return as_text(_table(lines)) if lines else f"no runs in {str(folder)!r}; `asyncrl train` makes one"
+    if not lines:
+        return f"no runs in {str(folder)!r}; `asyncrl train` makes one"
+    table = as_text(_table(line for line in lines if not line.problem))
+    return "\n".join([table, *(f"unreadable: {line.problem}" for line in lines if line.problem)])
 
 
 def find_runs(folder: str | Path) -> list[RunLine]:
@@ -48,9 +51,6 @@ def find_runs(folder: str | Path) -> list[RunLine]:
 def _table(lines: Iterable[RunLine]) -> Table:
     table = Table("run", "state", "algo", "env", "step", "reward", "started", box=None, header_style="bold")
     for line in lines:
-        if line.problem:
-            table.add_row(str(line.path), "unreadable", line.problem)
-            continue
         reward = "" if line.reward is None else f"{line.reward:.3f}"
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(line.created))
         state = f"{line.status} ({line.reason})" if line.reason else line.status

@@ -244,8 +244,8 @@ def render(snapshot: Snapshot, width: int = 100) -> RenderableType:
     body.add_row("reward", Text(f"{reward}  {sparkline(s.rewards, max(10, width - 40), low, high)}", "green"))
     body.add_row("step", f"{s.step}/{s.steps}  {bar(done, 30)}   {duration(s.elapsed_s)}{rate}")
     for title, text in _facts(s):
-        body.add_row(title, text)
-    title = f"[bold]{s.name}[/]  {s.algo} on {s.env}"
+        body.add_row(title, Text(text))
+    title = Text.assemble((s.name, "bold"), f"  {s.algo} on {s.env}")
     return Panel(Group(body, "", _processes(s)), title=title, title_align="left", width=width)
 
 
@@ -311,8 +311,7 @@ def _processes(s: Snapshot) -> Table:
     table = Table("process", "busy", "waiting", "paused", "tokens/s", "", box=None, header_style="dim")
     for p in s.processes:
         rate = count(p.tokens_per_s) if p.tokens_per_s else ""
-        cells = [f"{bar(share, 10)} {100 * share:3.0f} %" for share in (p.busy, p.waiting, p.paused)]
-        table.add_row(
-            p.name, f"[green]{cells[0]}[/]", f"[yellow]{cells[1]}[/]", f"[red]{cells[2]}[/]", rate, p.note
-        )
+        shares = ((p.busy, "green"), (p.waiting, "yellow"), (p.paused, "red"))
+        cells = [Text(f"{bar(share, 10)} {100 * share:3.0f} %", colour) for share, colour in shares]
+        table.add_row(Text(p.name), *cells, rate, p.note)
     return table

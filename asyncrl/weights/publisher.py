@@ -147,7 +147,6 @@ class _Sender:
         self._store = open_store(self._host, self._timeout_s)
         self._group: Group | None = None
         self._serving: Snapshot | None = None
-        self._greeted = False
         self._asked_at: float | None = None
         """When the offer was sent that waits for its Go; None: no offer waits."""
         self._closing = False
@@ -167,13 +166,15 @@ class _Sender:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         wake: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        # The hub is greeted whenever a connection is made, so a restarted hub knows this process at once.
+        # The hub is greeted now and whenever a connection is made, so a restarted hub knows this process at
+        # once. (The first connection may have been made before the monitor could see it.)
         monitor = self._client.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         poller = zmq.Poller()
         for socket in (wake, monitor, self._client.socket):
             poller.register(socket, zmq.POLLIN)
         with closing(wake), closing(monitor):
             wake.connect(self._wake_address)
+            self._greet()
             while not self._closing or self._asked_at is not None or self._shelf.has_pending():
                 ready = dict(poller.poll(self._wait_ms()))
                 if monitor in ready:
@@ -209,11 +210,10 @@ class _Sender:
 
     def _greet(self) -> None:
         self._client.send(Hello("publisher", PUBLISHER, self._incarnation, os.getpid()))
-        self._greeted = True
         self._offer()
 
     def _offer_pending(self) -> None:
-        if self._greeted and self._asked_at is None and self._shelf.has_pending():
+        if self._asked_at is None and self._shelf.has_pending():
             self._offer()
 
     def _offer(self) -> None:

@@ -140,7 +140,7 @@ async def _measure(hub: str, connections: int, seconds: float, chunk_tokens: int
 def bench(connections: int, seconds: float, chunk_tokens: int, rate: float) -> dict[str, float]:
     """One fresh run and hub process, `connections` synthetic generators."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = {"run.dir": folder, "run.name": "bench", "model.path": "none", "hub.lease_s": "600"}
+        flags = {"run.dir": folder, "run.name": "bench", "hub.lease_s": "600"}
         flags |= {"train.groups_per_step": "1024", "train.group_size": "4", "staleness.max_lag": "10000"}
         config = launch.resolved(settings.read([], flags | {"train.steps": "100000"}))
         run_dir = launch.new_run_dir(config)

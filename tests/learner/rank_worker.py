@@ -1,0 +1,55 @@
+"""One learner rank of a test: trains on synthetic batches, saves or loads checkpoints, writes what it saw.
+
+Run by the fixture `run_ranks` with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set; not a test itself.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from asyncrl.config import Config
+from asyncrl.learner import dist
+from asyncrl.learner.checkpoint import Checkpointer
+from asyncrl.learner.update import NotFinite, Trainer
+
+
+def run(fixtures, ranks, job):
+    """Trains `steps` steps; returns the metrics by step and the weights."""
+    config = Config.model_validate(job["config"])
+    trainer = Trainer(config, job["model"])
+    trainer.self_test()
+    checkpointer = Checkpointer(Path(job["folder"]), config.checkpoint)
+    metrics = []
+    for step in range(1, job["steps"] + 1):
+        batch, tokens, logprobs = fixtures.Batches().share(step, ranks.world_size, ranks.rank)
+        if step == job.get("poison") and ranks.rank == ranks.world_size - 1:
+            logprobs = logprobs * float("nan")
+        try:
+            metrics.append(trainer.train(batch, tokens, logprobs, step))
+        except NotFinite as error:
+            metrics.append({"not_finite": error.step})
+        if step == job.get("save"):
+            checkpointer.save(trainer, step)
+    checkpointer.wait()
+    return metrics, {name: tensor.clone() for name, tensor in trainer.weights()}
+
+
+def main(out, jobs):
+    spec = importlib.util.spec_from_file_location("fixtures", Path(os.environ["TEST_FOLDER"]) / "conftest.py")
+    fixtures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fixtures)
+    ranks = dist.init("cpu", timeout_s=60)
+    results = [run(fixtures, ranks, job) for job in jobs]
+    if ranks.rank == 0:
+        Path(out, "metrics.json").write_text(json.dumps([metrics for metrics, _ in results]))
+        for i, (_, weights) in enumerate(results):
+            save_file(weights, Path(out, f"{i}.safetensors"))
+    dist.shutdown()
+
+
+if __name__ == "__main__":
+    main(*json.loads(sys.argv[1]))

@@ -1,0 +1,102 @@
+"""Checkpoints: resumed bit for bit, on another number of ranks, or not at all; and the exported folder."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config import Checkpoint
+from asyncrl.learner.checkpoint import CheckpointBroken, Checkpointer
+from asyncrl.learner.export import export
+from asyncrl.learner.update import Trainer
+
+
+def whole(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.weights()}
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(alone, make_config, model_folder, batches, tmp_path):
+    trainer = Trainer(make_config(), model_folder)
+    checkpointer = Checkpointer(tmp_path, Checkpoint())
+    for step in (1, 2, 3):
+        trainer.train(*batches.share(step), step)
+    checkpointer.save(trainer, 3)
+    # Training goes on while the checkpoint is written: it must hold the state of step 3.
+    metrics = [trainer.train(*batches.share(step), step) for step in (4, 5)]
+    done = checkpointer.wait()
+    assert done == (3, tmp_path / "step_000003")
+
+    resumed = Trainer(make_config(), model_folder)
+    assert Checkpointer(tmp_path, Checkpoint()).load_latest(resumed) == 3
+    assert [resumed.train(*batches.share(step), step) for step in (4, 5)] == metrics
+    assert all(torch.equal(tensor, whole(trainer)[name]) for name, tensor in whole(resumed).items())
+
+
+def test_a_checkpoint_of_two_ranks_resumes_on_one(run_ranks, make_config, model_folder, tmp_path):
+    config = make_config(learner={"lr": 1e-3}).model_dump()
+    job = {"config": config, "model": str(model_folder), "folder": str(tmp_path / "checkpoints")}
+    run_ranks(2, **job, steps=2, save=2)
+    straight, weights = run_ranks(2, **(job | {"folder": str(tmp_path / "none")}), steps=4)
+    resumed, resumed_weights = run_ranks(1, **job, steps=4)
+    assert len(resumed) == 2
+    for a, b in zip(straight[2:], resumed, strict=True):
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(resumed_weights[name], tensor, atol=1e-5, rtol=1e-5)
+
+
+def test_only_the_newest_checkpoints_are_kept_and_unfinished_ones_ignored(
+    alone, make_config, model_folder, tmp_path
+):
+    trainer = Trainer(make_config(), model_folder)
+    checkpointer = Checkpointer(tmp_path, Checkpoint(keep=2))
+    for step in (1, 2, 3):
+        checkpointer.save(trainer, step)
+    checkpointer.wait()
+    (tmp_path / "step_000009.tmp").mkdir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003", "step_000009.tmp"]
+    assert Checkpointer(tmp_path, Checkpoint()).load_latest(trainer) == 3
+
+
+def test_without_a_checkpoint_the_run_starts_at_zero(alone, make_config, model_folder, tmp_path):
+    trainer = Trainer(make_config(), model_folder)
+    assert Checkpointer(tmp_path / "none", Checkpoint()).load_latest(trainer) == 0
+    assert Checkpointer(tmp_path / "none", Checkpoint()).wait() is None
+
+
+@pytest.mark.parametrize("damage", ["metadata", "data", "other model"])
+def test_a_broken_checkpoint_is_named(alone, make_config, model_folder, untied_folder, tmp_path, damage):
+    trainer = Trainer(make_config(), model_folder)
+    checkpointer = Checkpointer(tmp_path, Checkpoint())
+    checkpointer.save(trainer, 7)
+    checkpointer.wait()
+    folder = tmp_path / "step_000007"
+    if damage == "metadata":
+        (folder / ".metadata").unlink()
+    elif damage == "data":
+        for path in folder.glob("*.distcp"):
+            path.write_bytes(b"")
+    else:
+        trainer = Trainer(make_config(), untied_folder)
+    with pytest.raises(CheckpointBroken, match="step_000007 cannot be loaded"):
+        Checkpointer(tmp_path, Checkpoint()).load_latest(trainer)
+
+
+@pytest.mark.parametrize("folder", ["model_folder", "untied_folder"])
+def test_an_export_loads_in_transformers_with_the_same_weights(
+    alone, make_config, folder, request, tmp_path, batches
+):
+    source = request.getfixturevalue(folder)
+    trainer = Trainer(make_config(), source)
+    trainer.train(*batches.share(1), 1)
+    for _ in range(2):  # the second export replaces the first
+        export(trainer, source, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "tokenizer_config.json").read_text() == '{"note": "copied"}'
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert loaded.dtype == torch.float32
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        expected = trainer.policy(lambda hf: hf.set_attn_implementation("sdpa") or hf(ids, use_cache=False).logits)
+        torch.testing.assert_close(loaded(ids).logits, expected, atol=1e-5, rtol=1e-5)
+    original = AutoModelForCausalLM.from_pretrained(source)
+    assert not torch.allclose(original(ids).logits, expected, atol=1e-3)
