@@ -17,7 +17,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import StrEnum
 from statistics import pstdev
 from typing import TYPE_CHECKING, Literal
 
@@ -100,7 +100,7 @@ class Group:
         return [episode.reward for episode in self.rewarded if episode.reward is not None]
 
 
-class Verdict(Enum):
+class Verdict(StrEnum):
     """What becomes of a chunk or an end."""
 
     ACCEPTED = "accepted"
@@ -219,9 +219,12 @@ def kind_of(reason: str) -> str:
     return reason.partition(":")[0]
 
 
+_STATUSES = frozenset(status.value for status in EpisodeStatus)
+
+
 def reason_of_failure(e: EpisodeEnd, episode: Episode, token_budget: int) -> str | None:
     """Why an ended episode has nothing to train on; None if it has."""
-    if e.status not in set(EpisodeStatus):
+    if e.status not in _STATUSES:
         return f"unknown status: {e.status}"
     if EpisodeStatus(e.status).is_failed:
         return f"{e.status.removeprefix('failed_')}: {e.detail or 'no detail given'}"

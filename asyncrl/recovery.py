@@ -104,7 +104,7 @@ def _restore_progress(scheduler: Scheduler, journal: Journal) -> None:
 def _restore_leases(scheduler: Scheduler, journal: Journal, now: float) -> None:
     for lease_id, episode_id, state, generator, lapsed in journal.rows(_LAST_LEASES):
         episode = scheduler.episodes[episode_id]
-        episode.resumed = False
+        episode.resumed = lapsed > 0
         if state == "active":
             scheduler.leases.adopt(lease_id, episode, generator, now)
         elif state == "done":

@@ -14,7 +14,7 @@ One *round* brings one version to the generators that are behind it:
      └─▶ offer: nobody is behind: Go([])
 
 SENDING ends when the publisher has said `Sent` or `TransferFailed` and every member has said `Applied`,
-`TransferFailed`, or died; or at its deadline. Every offer is answered by exactly one Go, and the publisher
+`TransferFailed`, or died; or at its deadline. The last offer is always answered by a Go, and the publisher
 offers only after an answer, so what a Go names is always what the publisher holds. When a round leaves
 somebody behind, or a generator joins, the publisher is asked to offer again (`Resync`).
 

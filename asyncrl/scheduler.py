@@ -214,7 +214,7 @@ class Scheduler:
         return self._verdict(Verdict.ACCEPTED)
 
     def _verdict(self, verdict: Verdict) -> Verdict:
-        self.traffic[verdict.value] += 1
+        self.traffic[verdict] += 1
         return verdict
 
     def _record_end(self, episode: Episode, e: EpisodeEnd, reason: str, now: float) -> None:

@@ -35,7 +35,7 @@ def test_a_run_folder_that_is_a_file_is_a_problem_with_advice(tmp_path: Path) ->
 
 def test_a_folder_without_a_write_ahead_log_is_a_problem(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(module, "_sqlite_round_trip", lambda path: ("delete", 1))
-    (finding,) = check_folder(tmp_path)
+    finding = next(iter(check_folder(tmp_path)))
     assert finding.level == "problem"
     assert "use a local disk" in finding.text
 

@@ -24,8 +24,8 @@ def _plain_loop(run_dir: Path) -> list[dict[str, float]]:
     config = Config.model_validate_json(journal.get("config_json"))
     desk = BatchDesk(journal, config)
     metrics = []
-    with dist.alone() as ranks:
-        trainer = Trainer(config, config.model.path or "", ranks)
+    with dist.alone():
+        trainer = Trainer(config, config.model.path or "")
         for step in range(1, config.train.steps + 1):
             batch, frames = desk.share(NextBatch(step, 0, 1))
             tokens, logprobs = (np.frombuffer(f, t) for f, t in zip(frames, (np.int32, np.float32), strict=True))

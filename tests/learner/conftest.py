@@ -84,8 +84,12 @@ class Batches:
             value = None if i == 5 else float(rng.integers(0, 3)) if reward is None else reward
             episodes.append(EpisodeMeta(i, i // 4, value, "completed", length, first + second))
             spans.append(
-                [Span(prompt, -1, False), Span(first, versions[0], True), Span(2, -1, False)]
-                + [Span(second, versions[1], True)]
+                [
+                    Span(prompt, -1, False),
+                    Span(first, versions[0], True),
+                    Span(2, -1, False),
+                    Span(second, versions[1], True),
+                ]
             )
             tokens.append(rng.integers(0, VOCABULARY, length).astype(np.int32))
             logprobs.append((-5 * rng.random(length)).astype(np.float32))

@@ -31,17 +31,17 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(alone, make_config
     assert all(torch.equal(tensor, whole(trainer)[name]) for name, tensor in whole(resumed).items())
 
 
-def test_a_checkpoint_of_two_ranks_resumes_on_one(run_ranks, make_config, model_folder, tmp_path):
-    config = make_config(learner={"lr": 1e-3}).model_dump()
-    job = {"config": config, "model": str(model_folder), "folder": str(tmp_path / "checkpoints")}
-    run_ranks(2, **job, steps=2, save=2)
-    straight, weights = run_ranks(2, **(job | {"folder": str(tmp_path / "none")}), steps=4)
-    resumed, resumed_weights = run_ranks(1, **job, steps=4)
-    assert len(resumed) == 2
+def test_a_checkpoint_of_two_ranks_resumes_on_one(run_ranks, alone, make_config, model_folder, batches, tmp_path):
+    config, folder = make_config(learner={"lr": 1e-3}), tmp_path / "checkpoints"
+    job = {"config": config.model_dump(), "model": str(model_folder), "folder": str(folder), "steps": 4, "save": 2}
+    [(straight, weights)] = run_ranks(2, [job])
+    trainer = Trainer(config, model_folder)
+    assert Checkpointer(folder, Checkpoint()).load_latest(trainer) == 2
+    resumed = [trainer.train(*batches.share(step), step) for step in (3, 4)]
     for a, b in zip(straight[2:], resumed, strict=True):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
-    for name, tensor in weights.items():
-        torch.testing.assert_close(resumed_weights[name], tensor, atol=1e-5, rtol=1e-5)
+    for name, tensor in whole(trainer).items():
+        torch.testing.assert_close(weights[name], tensor, atol=1e-5, rtol=1e-5)
 
 
 def test_only_the_newest_checkpoints_are_kept_and_unfinished_ones_ignored(

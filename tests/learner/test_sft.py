@@ -20,8 +20,9 @@ def successor_examples(n=64):
 
 def test_the_loss_falls_and_the_exported_model_has_learned(make_config, model_folder, tmp_path):
     losses = []
+    config = make_config(learner={"token_budget": 256})
     last = train_sft(
-        make_config(learner={"token_budget": 256}), model_folder, tmp_path / "out", successor_examples(), 60, 16, 1e-2,
+        config, model_folder, tmp_path / "out", successor_examples(), 60, 16, 1e-2,
         lambda step, loss: losses.append((step, loss)),
     )  # fmt: skip
     assert [step for step, _ in losses] == list(range(1, 61))

@@ -28,19 +28,30 @@ def assert_same_weights(first, second, tolerance):
         torch.testing.assert_close(first[name], second[name], atol=tolerance, rtol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize(
-    "algo", [{"name": "dapo"}, {"name": "grpo", "proximal": "behaviour", "entropy_bonus": 0.01}]
-)
-def test_two_ranks_have_the_losses_and_weights_of_one(run_ranks, model_folder, make_config, algo):
-    config = make_config(algo=algo, learner={"lr": 1e-3}).model_dump()
-    job = {"config": config, "model": str(model_folder), "steps": 4}
-    one, weights_one = run_ranks(1, **job)
-    two, weights_two = run_ranks(2, **job)
-    for a, b in zip(one, two, strict=True):
-        assert a.keys() == b.keys()
-        assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
-    assert_same_weights(weights_one, weights_two, 1e-5)
-    assert one[0]["loss"] != one[3]["loss"]
+def test_two_ranks_have_the_losses_and_weights_of_one(
+    run_ranks, alone, model_folder, untied_folder, make_config, batches, tmp_path
+):
+    variants = [
+        (make_config(algo={"name": "dapo"}, learner={"lr": 1e-3}), model_folder),
+        (
+            make_config(
+                algo={"name": "grpo", "proximal": "behaviour", "entropy_bonus": 0.01}, learner={"lr": 1e-3}
+            ),
+            untied_folder,
+        ),
+    ]
+    jobs = [
+        {"config": config.model_dump(), "model": str(folder), "steps": 4, "folder": str(tmp_path / "unused")}
+        for config, folder in variants
+    ]
+    for (config, folder), (two, weights) in zip(variants, run_ranks(2, jobs), strict=True):
+        trainer = Trainer(config, folder)
+        one = [trainer.train(*batches.share(step), step) for step in (1, 2, 3, 4)]
+        for a, b in zip(one, two, strict=True):
+            assert a.keys() == b.keys()
+            assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
+        assert_same_weights(whole(trainer), weights, 1e-5)
+        assert one[0]["loss"] != one[3]["loss"]
 
 
 def test_a_step_does_not_depend_on_how_the_batch_is_packed(alone, model_folder, make_config, batches):
@@ -188,12 +199,16 @@ def test_a_log_prob_that_is_not_finite_leaves_the_weights_untouched(alone, model
     trainer.train(*batches.share(3), 3)
 
 
-def test_not_finite_on_one_rank_stops_the_step_on_all(run_ranks, model_folder, make_config):
-    job = {"config": make_config().model_dump(), "model": str(model_folder), "steps": 2}
-    metrics, poisoned = run_ranks(2, **job, poison=2)
+def test_not_finite_on_one_rank_stops_the_step_on_all(
+    run_ranks, alone, model_folder, make_config, batches, tmp_path
+):
+    config = make_config()
+    job = {"config": config.model_dump(), "model": str(model_folder), "steps": 2, "folder": str(tmp_path)}
+    [(metrics, weights)] = run_ranks(2, [job | {"poison": 2}])
     assert metrics[1] == {"not_finite": 2}
-    _, clean = run_ranks(2, **(job | {"steps": 1}))
-    assert all(torch.equal(poisoned[name], clean[name]) for name in clean)
+    trainer = Trainer(config, model_folder)
+    trainer.train(*batches.share(1), 1)
+    assert_same_weights(weights, whole(trainer), 1e-5)
 
 
 def test_more_ranks_than_work_leaves_empty_rows_that_do_no_harm(alone, model_folder, make_config, batches):

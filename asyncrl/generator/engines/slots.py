@@ -58,8 +58,8 @@ class _Decode:
     low: int
     high: int
     length: int
-    mask: Tensor
-    """[rows, 1, 1, length], added to the scores: -inf where the row has no key yet."""
+    mask: Tensor | None
+    """[rows, 1, 1, length], added to the scores: -inf where the row has no key yet. None: it has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +122,8 @@ class SlotCache:
         for _, group in groupby(lengths, key=size_class):
             rows = list(group)
             high, length = low + len(rows), max(rows)
-            future = self._steps[:length] > positions[low:high, None]
-            mask = torch.zeros(future.shape, dtype=self.kv.dtype, device=self.kv.device)
-            decode.append(_Decode(low, high, length, mask.masked_fill_(future, -torch.inf)[:, None, None]))
+            mask = None if min(rows) == length else self._mask(positions[low:high], length)
+            decode.append(_Decode(low, high, length, mask))
             low = high
         slot = self._steps[: len(lengths)]
         last: Tensor | int = 0
@@ -137,6 +136,12 @@ class SlotCache:
             prefill = self._group_prompts(low, prompts, ends - counts)
         self.plan = Plan(slot, positions, decode, prefill, last)
         return self.plan
+
+    def _mask(self, positions: Tensor, length: int) -> Tensor:
+        """`_Decode.mask` of rows whose newest tokens stand at `positions` [rows]."""
+        future = self._steps[:length] > positions[:, None]
+        mask = torch.zeros(future.shape, dtype=self.kv.dtype, device=self.kv.device)
+        return mask.masked_fill_(future, -torch.inf)[:, None, None]
 
     def _group_prompts(self, low: int, prompts: Sequence[int], starts: Tensor) -> list[_Prefill]:
         """Cuts the prompts, longest first, where the class changes, so that padding is at most one half."""
