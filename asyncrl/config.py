@@ -255,16 +255,18 @@ class Track(Section):
 class Toy(Section):
     """The toy model that is made when `model.path` is not given."""
 
-    hidden: PositiveInt = 128
-    """Width of the model."""
-    layers: PositiveInt = 4
+    hidden: PositiveInt = 64
+    """Width of the model, a multiple of 32."""
+    layers: PositiveInt = 2
     """Layers of the model."""
-    warm_steps: int = Field(300, ge=0)
-    """Supervised steps that bring it to partial skill."""
+    warm_steps: int = Field(1000, ge=0)
+    """Most supervised steps that bring it to partial skill."""
     warm_rows: PositiveInt = 64
     """Demonstrations per supervised step."""
-    warm_lr: PositiveFloat = 4e-3
+    warm_lr: PositiveFloat = 6e-3
     """Peak learning rate of the supervised steps."""
+    warm_loss: float = Field(0.28, ge=0)
+    """The supervised steps end once their loss, in nats per token of the answer, is below this; 0: never."""
     cache_dir: str = "~/.cache/asyncrl"
     """Where the made models are kept."""
 
@@ -301,6 +303,11 @@ class Config(Section):
             raise ValueError(
                 f"learner.token_budget = {self.learner.token_budget} cannot hold one sequence of "
                 f"generator.max_model_len = {self.generator.max_model_len} tokens; raise the former"
+            )
+        if self.staleness.over_age == "wait" and self.replay.order != "fifo":
+            raise ValueError(
+                "staleness.over_age = 'wait' seals in order of admission, which contradicts "
+                f"replay.order = {self.replay.order!r}; set replay.order to fifo, or over_age to train or mask"
             )
         if self.hub.heartbeat_s * 3 > self.hub.lease_s:
             raise ValueError(

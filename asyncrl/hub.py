@@ -356,7 +356,8 @@ class Hub:
                     self._record(records.version(version, now, seconds, nbytes))
                     self._changed()
                 case Restart(name, reason):
-                    self._after(partial(self._send_to, name, Refused(reason)))
+                    # It ends as if the run were over, and its supervisor starts it anew.
+                    self._after(partial(self._send_to, name, Stop(reason)))
 
     def _set_timer(self, now: float) -> None:
         if self._timer is not None:

@@ -4,7 +4,8 @@ A `Record` is one SQL statement and its values. `asyncrl.scheduler` makes the re
 the hub makes the others (chunks, steps, versions, metrics, events), and `asyncrl.journal` writes both, in
 one transaction. Every statement may be run twice with the same values and leave the same rows, except
 `metric` and `event`, which have no natural key: a failed transaction is rolled back whole, so they are
-written once as well. (`INSERT OR IGNORE` would also swallow a broken row; `ON CONFLICT` does not.) There is no foreign key and no trigger, so only the order within one table matters.
+written once as well. (`INSERT OR IGNORE` would also swallow a broken row; `ON CONFLICT DO NOTHING` does
+not.) There is no foreign key and no trigger, so only the order within one table matters.
 """
 
 from __future__ import annotations

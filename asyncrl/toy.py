@@ -18,6 +18,7 @@ import random
 import shutil
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -92,7 +93,8 @@ def init_model(
         path: the folder; made if needed.
         hidden: width, a multiple of 32.
         layers: number of layers.
-        heads: attention heads of 32 dimensions; default `hidden / 32`.
+        heads: attention heads of 32 dimensions; default `hidden / 16`, twice the usual number: with few
+            heads it is a matter of luck when a small model finds out how to add.
         kv_heads: key-value heads, a divisor of `heads` (grouped-query attention); default `heads`.
         intermediate: width of the feed-forward part; default three times `hidden`.
         context: longest sequence.
@@ -109,7 +111,7 @@ def init_model(
 
     if hidden < HEAD_DIM or hidden % HEAD_DIM:
         raise ValueError(f"hidden = {hidden}: must be a positive multiple of {HEAD_DIM}, the size of a head")
-    heads = heads or hidden // HEAD_DIM
+    heads = heads or 2 * hidden // HEAD_DIM
     kv_heads = kv_heads or heads
     if heads % kv_heads:
         raise ValueError(f"kv_heads = {kv_heads} must divide heads = {heads}")
@@ -126,7 +128,7 @@ def init_model(
         max_position_embeddings=context,
         tie_word_embeddings=True,
         # Grows as the width shrinks: with the usual 0.02 a model this small learns several times slower.
-        initializer_range=0.5 * hidden**-0.5,
+        initializer_range=hidden**-0.5,
         pad_token_id=PAD_ID,
         eos_token_id=END_ID,
         dtype="float32",
@@ -175,10 +177,13 @@ def examples(environment: Demonstrates, chat: ChatFormat, seed: int) -> Iterator
 
 
 def warm_start(config: Config, model: str | Path, out: str | Path, progress: Callable[[str], object]) -> None:
-    """Trains a model on its environment's demonstrations for `toy.warm_steps` and writes it to `out`.
+    """Trains a model on its environment's demonstrations and writes it to `out`.
+
+    It ends once the loss is below `toy.warm_loss`, at the latest after `toy.warm_steps`. How many steps a model
+    needs until it suddenly finds out how to add is a matter of luck; the loss says how skilled it is.
 
     Args:
-        config: `[toy]` says how long, `[env]` on what, `[learner]` how.
+        config: `[toy]` says how long and how fast, `[env]` on what, `[learner]` the rest.
         model: Hugging Face folder to start from.
         out: folder to make.
         progress: called with a line of text, now and then.
@@ -196,11 +201,15 @@ def warm_start(config: Config, model: str | Path, out: str | Path, progress: Cal
         )
     rows = examples(environment, ChatFormat(model), config.run.seed)
     steps, started = config.toy.warm_steps, time.monotonic()
+    recent: deque[float] = deque(maxlen=LOSS_WINDOW)
 
-    def on_step(step: int, loss: float) -> None:
-        if step == steps or step % max(1, steps // 10) == 0:
-            seconds = time.monotonic() - started
-            progress(f"warm start: step {step}/{steps}, loss {loss:.3f}, {seconds:.0f} s")
+    def on_step(step: int, loss: float) -> bool:
+        recent.append(loss)
+        mean = sum(recent) / len(recent)
+        reached = len(recent) == LOSS_WINDOW and mean < config.toy.warm_loss
+        if reached or step == steps or step % 50 == 0:
+            progress(f"warm start: step {step}, loss {mean:.3f}, {time.monotonic() - started:.0f} s")
+        return reached
 
     with _without_progress_bars():
         train_sft(config, model, out, rows, steps, config.toy.warm_rows, config.toy.warm_lr, on_step)
@@ -220,7 +229,7 @@ def default_model(config: Config, progress: Callable[[str], object]) -> Path:
     folder = cache / f"toy-{config.toy.hidden}x{config.toy.layers}-{_key(config)}"
     if folder.is_dir():
         return folder
-    progress(f"making the toy model, once: {config.toy.warm_steps} supervised steps on {config.env.name}")
+    progress(f"making the toy model, once: at most {config.toy.warm_steps} supervised steps on {config.env.name}")
     try:
         cache.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=cache))
@@ -239,6 +248,8 @@ def default_model(config: Config, progress: Callable[[str], object]) -> Path:
 
 # ---- machinery -----------------------------------------------------------------------------------
 
+LOSS_WINDOW = 10
+"""Steps over which the loss is averaged before it is compared with `toy.warm_loss`."""
 WARM_BETAS = (0.9, 0.99)
 """AdamW's betas of the warm start; with 0.95 its accuracy jumps about from step to step."""
 

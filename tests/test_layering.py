@@ -13,9 +13,9 @@ FOLDERS["triton_kernels"] = "asyncrl.triton_kernels"
 
 LAYERS = [
     {"messages", "config", "schema", "packing", "process", "triton_kernels", "settings", "groups", "records"},
-    {"journal", "scheduler", "transport", "roster", "recovery", "chat"},
+    {"journal", "scheduler", "leases", "transport", "roster", "recovery", "commit", "batches", "chat"},
     {"trainers", "envs"},
-    {"hub", "batches", "generator", "learner", "weights", "evaluate", "toy", "metrics", "doctor"},
+    {"hub", "generator", "learner", "weights", "evaluate", "toy", "metrics", "doctor"},
     {"supervisor", "launch"},
     {"train", "cli", "__main__"},
 ]

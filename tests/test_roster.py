@@ -225,6 +225,50 @@ def test_who_is_well_never_shares_a_round_with_who_has_just_failed() -> None:
     assert desk.offer(2).keys() == {"b"}
 
 
+def test_reports_of_an_older_epoch_do_not_end_the_round_but_count_as_versions() -> None:
+    desk = Desk("a")
+    old = desk.complete(1, "a")
+    desk.roster.generator_joined("a", "i2", 0, desk.now)
+    epoch = desk.offer(2)["a"][0].epoch
+    desk.ready(epoch, "a")
+    desk.roster.sent(Sent(old, 1, 0.5, 24), desk.now)
+    assert desk.roster.next_deadline() == desk.now + transfer_limit_s(TIMEOUT_S, 2), "the round goes on"
+    desk.roster.sent(Sent(epoch, 2, 0.5, 24), desk.now)
+    desk.effects()
+    desk.roster.applied("a", make_applied(old, 1), desk.now)
+    assert desk.roster.version_of("a") == 1
+    assert desk.effects() == [], "the round goes on"
+
+
+def test_failures_count_in_a_row_only() -> None:
+    desk = Desk("a")
+    for version in range(1, 2 * MAX_FAILURES, 2):
+        epoch = desk.offer(version)["a"][0].epoch
+        desk.ready(epoch, "a")
+        desk.roster.sent(Sent(epoch, version, 0.5, 24), desk.now)
+        desk.roster.failed("a", TransferFailed(epoch, version, "wrong checksum"), desk.now)
+        desk.complete(version + 1, "a")
+    assert not [effect for effect in desk.effects() if isinstance(effect, Restart)]
+
+
+def test_a_publisher_that_does_not_offer_is_asked_again() -> None:
+    desk = Desk("a")
+    desk.complete(1, "a")
+    desk.roster.generator_joined("b", "i1", 0, desk.now)
+    assert len(desk.sends(Resync)["publisher"]) == 1
+    assert desk.roster.next_deadline() == desk.now + TIMEOUT_S
+    desk.run_out()
+    assert len(desk.sends(Resync)["publisher"]) == 1
+
+
+def test_an_offer_that_is_repeated_while_members_get_ready_changes_nothing() -> None:
+    desk = Desk("a", "b")
+    epoch = desk.offer(1)["a"][0].epoch
+    desk.ready(epoch, "a")
+    assert desk.offer(1) == {}
+    assert desk.ready(epoch, "b").keys() == {"publisher", "a", "b"}
+
+
 def test_a_restarted_hub_never_reuses_an_epoch() -> None:
     before = Desk("a")
     epoch = before.complete(1, "a")

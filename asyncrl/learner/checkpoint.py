@@ -5,7 +5,7 @@ and the random state, into `step_000020.tmp`; rank 0 renames the folder when eve
 on disk. A folder whose name has no `.tmp` is therefore complete. Only tensors are stored.
 
     every rank:  copy the state ─▶ train on          rank 0: rename, delete old ones, report
-                      └─▶ writer thread ─▶ disk ─────────────▲  (in `wait`, before the next checkpoint)
+                      └─▶ writer thread ─▶ disk ─────────────▲  (in `poll`, once per step, or in `wait`)
 
 Called by the learner process. `asyncrl.learner.export` writes Hugging Face folders; this does not.
 """
@@ -43,7 +43,8 @@ class CheckpointBroken(RuntimeError):
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of one folder. Every method is collective."""
+    """Writes and reads the checkpoints of one folder. `poll` and `wait` are not collective: rank 0's
+    writer ends only when the parts of all ranks are on disk. Every other method is."""
 
     def __init__(self, folder: Path, settings: Checkpoint) -> None:
         """Makes a process group of its own, so that the writer's collectives never meet the training's."""
@@ -67,6 +68,10 @@ class Checkpointer:
         assert isinstance(written, Future)
         self._pending = (step, written)
         self.last_step = step
+
+    def poll(self) -> Done | None:
+        """Makes the checkpoint that is being written final if it is on disk by now; never waits."""
+        return self.wait() if self._pending is not None and self._pending[1].done() else None
 
     def wait(self) -> Done | None:
         """Waits for the checkpoint that is being written, if there is one, and makes it final.

@@ -32,7 +32,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.learner import dist
-from asyncrl.learner.checkpoint import Checkpointer
+from asyncrl.learner.checkpoint import Checkpointer, Done
 from asyncrl.learner.export import export
 from asyncrl.learner.update import NotFinite, Trainer
 from asyncrl.messages import (
@@ -218,6 +218,7 @@ class LearnerProcess:
         if self._rank == 0:
             metrics |= {"wait_s": got - started, "train_s": trained - got, "gather_s": published - trained}
             self._link.report(StepDone(step, batch.batch_id, metrics))
+        self._report_checkpoint(self._checkpointer.poll())
         if step % self._config.checkpoint.every == 0:
             self._save()
 
@@ -230,12 +231,11 @@ class LearnerProcess:
                 pass
 
     def _save(self) -> None:
-        """Begins a checkpoint; the one before is complete by then, and is reported."""
-        self._report_checkpoint()
+        """Begins a checkpoint; the one before must be complete by then."""
+        self._report_checkpoint(self._checkpointer.wait())
         self._checkpointer.save(self._trainer, self._step)
 
-    def _report_checkpoint(self) -> None:
-        done = self._checkpointer.wait()
+    def _report_checkpoint(self, done: Done | None) -> None:
         if done is not None and self._rank == 0:
             self._link.report(Checkpointed(done.step, str(done.path)))
 
@@ -243,6 +243,6 @@ class LearnerProcess:
         """The last checkpoint, and the policy as a Hugging Face folder."""
         if self._checkpointer.last_step != self._step:
             self._save()
-        self._report_checkpoint()
+        self._report_checkpoint(self._checkpointer.wait())
         assert self._config.model.path is not None
         export(self._trainer, Path(self._config.model.path), self._run_dir / "model")

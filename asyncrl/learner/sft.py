@@ -34,7 +34,7 @@ def train_sft(
     steps: int,
     rows_per_step: int,
     lr: float,
-    on_step: Callable[[int, float], None] | None = None,
+    on_step: Callable[[int, float], bool | None] | None = None,
 ) -> dict[str, float]:
     """Minimises the negative log-likelihood of the trained tokens and writes the model to `out_path`.
 
@@ -46,7 +46,8 @@ def train_sft(
         steps: optimiser steps.
         rows_per_step: examples in a step.
         lr: peak learning rate; a twentieth of the steps warms up to it, a cosine leads to 0.
-        on_step: called after each step with its number and loss (mean nats per trained token).
+        on_step: called after each step with its number and loss (mean nats per trained token); returning True
+            ends the training there.
 
     Returns:
         The last step's metrics.
@@ -66,8 +67,8 @@ def train_sft(
         for step in range(1, steps + 1):
             packed = pack(list(islice(stream, rows_per_step)), learner.token_budget, ranks.device)
             _, metrics = trainer.fit(packed, _negative_log_likelihood, step, batch_id=step)
-            if on_step is not None:
-                on_step(step, metrics["loss"])
+            if on_step is not None and on_step(step, metrics["loss"]):
+                break
         export(trainer, Path(model_path), Path(out_path))
     return metrics
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -128,7 +129,6 @@ def test_a_process_that_cannot_be_kept_alive_fails_the_run_with_its_reason(start
     assert run.wait() == 1, run.output()
     assert "generator-0 died 1 times" in run.output()
     assert "asyncrl train --resume" in run.output()
-    summary = subprocess.run(
-        ["asyncrl", "episodes", str(run.dir), "--summary"], capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-P", "-m", "asyncrl", "episodes", str(run.dir), "--summary"]
+    summary = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert summary.returncode == 0, summary.stderr

@@ -85,8 +85,8 @@ def test_any_shape_and_chunk_size_equals_the_reference(n, v, seed, chunk, bonus)
     out, d_hidden, d_weight = run(hidden, weight, labels, token_loss, chunk=chunk)
     loss, logp, _, ref_hidden, ref_weight = reference(hidden, weight, labels, token_loss, 1.0)
     assert abs(out.loss.item() - loss.item()) <= 1e-5 * max(1.0, abs(loss.item()))
-    assert_close(out.logp, logp)
-    # A gradient that cancels to nearly 0 has no relative accuracy; compare with the size of its terms.
+    # A log-prob next to 0 and a gradient that cancels have absolute accuracy only: float32 holds 1 + 4e-6 to 1e-7.
+    assert (out.logp.double() - logp).abs().max() <= 1e-5 * max(1.0, logp.abs().max())
     assert (d_hidden.double() - ref_hidden).abs().max() <= 1e-5 * max(1.0, ref_hidden.abs().max())
     assert (d_weight.double() - ref_weight).abs().max() <= 1e-5 * max(1.0, ref_weight.abs().max())
 

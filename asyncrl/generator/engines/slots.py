@@ -1,10 +1,10 @@
 """The slot cache: keys and values of a fixed number of rows, and the attention that reads and writes them.
 
-One tensor, `kv [2, layers, slots, kv_heads, max_len, head_dim]`; a row (a running request) owns one slot. Any
+One tensor, `kv [2, layers, slots, kv_heads, capacity, head_dim]`; a row (a running request) owns one slot. Any
 causal language model whose attention goes through transformers' `AttentionInterface` runs on it unchanged: the
 model is called with `use_cache=False` and one flat row of tokens, and `slot_attention`, registered under
-`SLOT_ATTENTION`, finds the cache in the forward's keyword `slot_cache`. This is not a paged cache: a slot takes
-`max_len` positions of memory for each row, whatever the row uses. `SlotModel` is the only caller.
+`SLOT_ATTENTION`, finds the cache in the forward's keyword `slot_cache`. This is not a paged cache: every
+slot takes as much memory as the longest row that has been live so far. `SlotModel` is the only caller.
 
 The flat row of one forward holds, in slot order, one token of each decoding row and then whole prompts:
 
@@ -95,14 +95,22 @@ class SlotCache:
     """Keys and values of all slots, and the plan of the forward that is running."""
 
     def __init__(self, config: Any, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocates the cache for a model with this (text) configuration."""
+        """A cache for a model with this (text) configuration; it grows with the longest row, up to `max_len`."""
         self.layers: int = config.num_hidden_layers
         heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.kv = torch.zeros(2, self.layers, slots, heads, max_len, width, dtype=dtype, device=device)
+        self.kv = torch.zeros(2, self.layers, slots, heads, 0, width, dtype=dtype, device=device)
         self.max_len = max_len
         self.plan: Plan | None = None
         self._steps = torch.arange(max(slots, max_len), device=device)
+
+    def reserve(self, length: int) -> None:
+        """Makes room for rows of `length` positions. Short rows that stand densely are also read faster."""
+        capacity = self.kv.shape[4]
+        if length > capacity:
+            wanted = max(length, capacity * 5 // 4)
+            grown = min(self.max_len, -(-wanted // _SMALLEST_CLASS) * _SMALLEST_CLASS)
+            self.kv = torch.nn.functional.pad(self.kv, (0, 0, 0, grown - capacity))
 
     def move(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
         """Copies the first `length` positions of slots `source` to slots `target`, all at once."""
@@ -118,6 +126,7 @@ class SlotCache:
             prompts: for the slots after those, longest first: tokens of the prompt that is prefilled.
             positions: [tokens] position of every token of the flat row.
         """
+        self.reserve(max(*lengths, *prompts, 0, 0))
         decode, low = [], 0
         for _, group in groupby(lengths, key=size_class):
             rows = list(group)
@@ -130,7 +139,8 @@ class SlotCache:
         prefill: list[_Prefill] = []
         if prompts:
             counts = torch.tensor(prompts, device=positions.device)
-            slot = torch.cat((slot, torch.repeat_interleave(self._steps[low : low + len(prompts)], counts)))
+            new = self._steps[low : low + len(prompts)].repeat_interleave(counts, output_size=sum(prompts))
+            slot = torch.cat((slot, new))
             ends = counts.cumsum(0) + low
             last = torch.cat((self._steps[:low], ends - 1))
             prefill = self._group_prompts(low, prompts, ends - counts)

@@ -184,10 +184,10 @@ class TransformersEngine:
         rows = [row for source in order if (row := self._rows[source])]
         moves = [(source, target) for target, source in enumerate(order) if source != target]
         if moves:
-            source, target = zip(*moves, strict=True)
+            source, target = [i for i, _ in moves], [i for _, i in moves]
             self._model.cache.move(source, target, max(len(rows[i].ids) - 1 for i in target))
             self._state[:, target] = self._state[:, source]
-            self._temperatures[list(target)] = self._temperatures[list(source)]
+            self._temperatures[target] = self._temperatures[source]
         return rows
 
     def _admit(self, free: int) -> list[_Row]:
@@ -217,7 +217,7 @@ class TransformersEngine:
         position += 1
         tokens, logprobs = sample(logits, self._temperatures[:high], key, position)
         self._state[0, :high] = tokens
-        # Tokens and log-probs come to the host in one transfer, the only synchronisation of the step.
+        # Tokens and log-probs come to the host in one transfer, the only synchronisation of a decoding step.
         host = torch.stack((tokens, logprobs.double().view(torch.int64))).cpu()
         return host[0].tolist(), host[1].view(torch.float64).tolist()
 

@@ -30,6 +30,7 @@ def test_a_size_class_spans_at_most_a_factor_of_two(length):
 
 def test_moves_that_form_a_cycle_keep_both_rows(model_of):
     cache = SlotCache(model_of().config, slots=3, max_len=8, dtype=torch.float32, device=torch.device("cpu"))
+    cache.reserve(8)
     cache.kv.copy_(torch.randn_like(cache.kv))
     before = cache.kv.clone()
     cache.move([1, 0], [0, 1], length=5)
