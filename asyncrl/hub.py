@@ -108,6 +108,7 @@ class Hub:
         self._exit: asyncio.Future[int] = self._loop.create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._chunk_count = self._token_count = 0
+        self._rewards: list[float] = []
 
     async def run(self) -> int:
         """Serves until a shutdown; returns the exit status."""
@@ -223,8 +224,11 @@ class Hub:
             at = stop
         self._chunk_count += len(message.chunks)
         for end in message.ends:
-            if self._scheduler.end(end, self._now()) is Verdict.REFUSED:
+            verdict = self._scheduler.end(end, self._now())
+            if verdict is Verdict.REFUSED:
                 refused.add(end.lease_id)
+            elif verdict is Verdict.ACCEPTED and end.reward is not None:
+                self._rewards.append(end.reward)
         ack = Ack(message.message_id, sorted(refused))
         self._after(partial(self._data.send, ack, to=peer))
         if message.ends:
@@ -239,7 +243,14 @@ class Hub:
 
     def _on_step_done(self, done: StepDone, now: float) -> None:
         self._scheduler.step_done(done.step)
-        self._record(records.step(done.step, done.batch_id, now, done.metrics))
+        # The batch's own mean is blind to the groups that dynamic sampling dropped; what the policy earns is
+        # the mean over all episodes that ended since the last step.
+        metrics = done.metrics | {"reward_batch": done.metrics.get("reward", 0.0)}
+        if self._rewards:
+            metrics["reward"] = sum(self._rewards) / len(self._rewards)
+        metrics["episodes_ended"] = len(self._rewards)
+        self._rewards.clear()
+        self._record(records.step(done.step, done.batch_id, now, metrics))
         if self._scheduler.done:
             self._scheduler.finish("run ended")
             self._record(records.run_key("status", "finished"))
@@ -333,8 +344,8 @@ class Hub:
         if futile >= FUTILE_BATCHES * self._config.train.groups_per_step and not self._exit.done():
             self._fail(
                 f"the filter {self._config.algo.filter!r} has dropped the last {futile} groups and step "
-                f"{self._scheduler.sealed_step + 1} is still without a batch: the policy solves all of these tasks "
-                "or none. Choose easier or harder tasks (env.args), a warmer start, or --algo.filter none"
+                f"{self._scheduler.sealed_step + 1} is still without a batch: the policy solves all of these "
+                "tasks or none. Choose easier or harder tasks (env.args), a warmer start, or --algo.filter none"
             )
 
     def _spawn_batch(self, peer: bytes, wanted: NextBatch) -> None:
@@ -356,8 +367,7 @@ class Hub:
                     self._record(records.version(version, now, seconds, nbytes))
                     self._changed()
                 case Restart(name, reason):
-                    # It ends as if the run were over, and its supervisor starts it anew.
-                    self._after(partial(self._send_to, name, Stop(reason)))
+                    self._after(partial(self._send_to, name, Stop(reason, restart=True)))
 
     def _set_timer(self, now: float) -> None:
         if self._timer is not None:

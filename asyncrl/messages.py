@@ -145,6 +145,8 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Hub to generator or learner: finish what is in hand, then exit with status 0."""
 
     reason: str
+    restart: bool = False
+    """Generator: exit with status 1 instead, so that the supervisor starts it anew."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

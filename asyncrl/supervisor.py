@@ -157,6 +157,8 @@ class Supervisor:
             await self._learner_ended(child, status)
         elif status in (EXIT_USAGE, EXIT_STOP_RUN) or (child is self._hub and status == 0):
             self._end("failed", self._last_words(child, status))
+        elif status == 0:
+            self._link.tell(ProcessEvent(child.name, "ended"))  # The hub told it that all steps are done.
         else:
             await self._restart(child, status)
 

@@ -47,7 +47,8 @@ def test_an_unknown_key_in_a_file_names_the_file_and_the_nearest_key(tmp_path: P
 def test_a_bad_choice_lists_what_is_allowed_and_guesses() -> None:
     text = _error([], {"staleness.over_age": "masq"})
     assert text == (
-        "--staleness.over_age = 'masq': not one of the allowed values. Allowed: train, mask, wait. Did you mean mask?"
+        "--staleness.over_age = 'masq': not one of the allowed values. Allowed: train, mask, wait. "
+        "Did you mean mask?"
     )
 
 

@@ -68,7 +68,7 @@ async def test_a_thousand_messages_each_way_all_arrive_in_order() -> None:
     dealer.close()
 
 
-@pytest.mark.parametrize("junk", [b"", b"\xff\xff", b"not msgpack", b"\x81\xa4type\xa6nobody", b"\x93\x01\x02\x03"])
+@pytest.mark.parametrize("junk", [b"", b"\xff\xff", b"not msgpack", b"\x81\xa4type\xa6nobody", b"\x93\x01\x02"])
 async def test_a_malformed_message_is_counted_and_dropped(junk: bytes) -> None:
     received: Received = []
     router, endpoint = _router(received)

@@ -165,8 +165,9 @@ class GeneratorProcess:
             case Welcome():
                 if not self._welcome.done():
                     self._welcome.set_result(message)
-            case Stop():
-                self._finish(0)
+            case Stop(reason, restart):
+                print(f"{self._name}: stopping: {reason}", flush=True)
+                self._finish(1 if restart else 0)
             case Refused(reason):
                 print(f"{self._name}: refused by the hub: {reason}", flush=True)
                 self._finish(EXIT_USAGE)

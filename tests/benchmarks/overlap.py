@@ -60,8 +60,8 @@ def main() -> None:
             for max_lag in (0, 4):
                 rows.append(run(Path(folder), model, max_lag, options.steps, repeat))
                 print("  ".join(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
-    speed = {lag: statistics.fmean(row["steps_per_min"] for row in rows if row["max_lag"] == lag) for lag in (0, 4)}
-    ratio = round(speed[4] / speed[0], 2)
+    of = {lag: [row["steps_per_min"] for row in rows if row["max_lag"] == lag] for lag in (0, 4)}
+    ratio = round(statistics.fmean(of[4]) / statistics.fmean(of[0]), 2)
     print(f"steps per minute, max_lag 4 over 0: {ratio}")
     if options.json:
         import torch

@@ -1,8 +1,8 @@
 """Against TRL's GRPOTrainer: the same tiny model, task, batch, group size, token limits, and both cores.
 
 TRL runs in an environment of its own (`--python`, with trl 1.16 and asyncrl installed), one process with two
-threads; asyncrl runs its usual processes. Two tasks: short sums, and answers of log-normal length (8 to 240 tokens).
-The learning rate is tiny, so that neither model changes what it is measured on. The first third of the steps is
+threads; asyncrl runs its usual processes. Two tasks: short sums, and answers of log-normal length (8 to 240
+tokens). The learning rate is tiny, so that neither model changes what it is measured on. The first third of the steps is
 warm-up. TRL's loss is its default, without a KL term; both train once on each episode.
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install -c constraints.txt trl==1.16.0 .
@@ -121,9 +121,8 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, float | str]:
         mine = ours(model, task, options.steps, Path(folder), options.extra)
         command = [options.python, __file__, "--child", str(model), task["env"], str(task["max_tokens"])]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        done = subprocess.run(
-            [*command, str(options.steps)], check=True, capture_output=True, text=True, timeout=3600, env=environment
-        )
+        command.append(str(options.steps))
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=3600, env=environment)
     other = json.loads(done.stdout.strip().splitlines()[-1])
     return {
         "task": name,

@@ -40,7 +40,7 @@ def tokens(deltas: list[Delta]) -> list[int]:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Lets the loop run until `condition` holds; the caller's time limit bounds it."""
-    while not condition():  # noqa: ASYNC110 - the state of another thread has no event to wait for
+    while not condition():
         await asyncio.sleep(0.001)
 
 
