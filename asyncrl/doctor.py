@@ -118,7 +118,7 @@ def check_sockets() -> Iterator[Finding]:
     with zmq.Context() as context, context.socket(zmq.REP) as server, context.socket(zmq.REQ) as client:
         for socket in (server, client):
             socket.linger = 0
-            socket.rcvtimeo = ZMQ_MS
+            socket.sndtimeo = socket.rcvtimeo = ZMQ_MS
         port = server.bind_to_random_port("tcp://127.0.0.1")
         client.connect(f"tcp://127.0.0.1:{port}")
         try:

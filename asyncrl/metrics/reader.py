@@ -165,7 +165,11 @@ class RunReader:
         return int(self._one("SELECT COALESCE(MAX(id), 0) FROM metric"))
 
     def rewards(self, last: int | None = None) -> list[tuple[int, float]]:
-        """(step, mean reward), in order; of the `last` steps only, if given."""
+        """(step, reward), in order; of the `last` steps only, if given.
+
+        A step's reward is the hub's: the mean over all episodes that ended since the step before. The mean over
+        the batch (`reward_batch`) hardly moves under dynamic sampling, which drops what is always solved.
+        """
         rows = self._db.execute(
             "SELECT step, json_extract(metrics_json, '$.reward') FROM step ORDER BY step DESC LIMIT ?",
             (-1 if last is None else last,),

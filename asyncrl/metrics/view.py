@@ -23,6 +23,8 @@ from asyncrl.metrics.reader import MetricRow, RunReader, StepRow, VersionRow
 
 WINDOW_S = 10.0
 """Rates and shares are means over this much of the past."""
+COUNT_S = 5.0
+"""Episodes are counted this often: it means a walk over all of them, which 4 times a second would be felt."""
 WINDOW_STEPS = 20
 """The lag histogram and the learner's shares cover this many steps."""
 LAG_PREFIX = "lag_hist/"
@@ -52,7 +54,7 @@ class Snapshot:
     step: int
     steps: int
     rewards: Sequence[float]
-    """Mean reward of every step so far."""
+    """By step: mean over all episodes that ended since the step before, filtered ones included."""
     processes: Sequence[ProcessShare]
     gauges: Mapping[str, float]
     """The hub's latest report."""
@@ -100,13 +102,18 @@ class Feed:
         self._hub: Mapping[str, float] = {}
         self._deaths: Counter[str] = Counter()
         self._last_event = ""
+        self._count_at = 0.0
+        self._episodes: Mapping[str, int] = {}
+        self._drops: Mapping[str, int] = {}
 
     def snapshot(self, now: float) -> Snapshot:
         """Reads what is new. `now` is in seconds since the epoch."""
         self._read_metrics(now)
         self._read_steps()
         self._read_events()
-        episodes, drops = fold_states(self._reader.episode_states())
+        if now >= self._count_at:
+            self._episodes, self._drops = fold_states(self._reader.episode_states())
+            self._count_at = now + COUNT_S
         learner = self._steps[-1].metrics if self._steps else {}
         return Snapshot(
             name=self._reader.name,
@@ -121,8 +128,8 @@ class Feed:
             gauges=self._hub,
             learner=learner,
             lag=lag_of(self._steps),
-            episodes=episodes,
-            drops=drops,
+            episodes=self._episodes,
+            drops=self._drops,
             steps_per_min=steps_per_min(self._steps),
             syncs=self._reader.versions(last=WINDOW_STEPS),
             deaths=self._deaths,
@@ -150,7 +157,7 @@ class Feed:
         for event in self._reader.events(self._event_id):
             self._event_id = event.id
             self._deaths[event.source] += event.what == "died"
-            if event.what not in ("started", "checkpoint"):
+            if event.what not in ("started", "ended", "checkpoint"):
                 self._last_event = f"{event.source} {event.what} {event.detail}".strip()
 
 

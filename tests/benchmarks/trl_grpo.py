@@ -2,8 +2,8 @@
 
 TRL runs in an environment of its own (`--python`, with trl 1.16 and asyncrl installed), one process with two
 threads; asyncrl runs its usual processes. Two tasks: short sums, and answers of log-normal length (8 to 240
-tokens). The learning rate is tiny, so that neither model changes what it is measured on. The first third of the steps is
-warm-up. TRL's loss is its default, without a KL term; both train once on each episode.
+tokens). The learning rate is tiny, so that neither model changes what it is measured on. The first third of the
+steps is warm-up. TRL's loss is its default, without a KL term; both train once on each episode.
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install -c constraints.txt trl==1.16.0 .
     python tests/benchmarks/trl_grpo.py --python /tmp/trl/bin/python [--json FILE] [--steps 30]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -32,6 +33,7 @@ _SMALLEST_CLASS = 32
 """Rows up to this many positions are one class; each further class is twice as long."""
 
 
+@cache
 def size_class(length: int) -> int:
     """Class of a row with `length` cached positions: 0 up to 32, 1 up to 64, 2 up to 128, ..."""
     return max(0, (length - 1) // _SMALLEST_CLASS).bit_length()
@@ -45,6 +47,8 @@ def arrange(classes: Sequence[int | None]) -> list[int]:
     """
     live = [i for i, c in enumerate(classes) if c is not None]
     want = sorted((c for c in classes if c is not None), reverse=True)
+    if want == classes:
+        return live
     stays = [classes[i] == c for i, c in enumerate(want)]
     # Both the misplaced rows and the places they left free are in descending class order, so they match up.
     movers = iter(sorted((i for i in live if i >= len(want) or not stays[i]), key=lambda i: -(classes[i] or 0)))

@@ -48,13 +48,15 @@ def test_temperature_zero_takes_the_most_likely_token_at_every_position(runs_of,
         assert tokens == best.tolist()
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_a_request_s_logprobs_are_taken_after_its_own_temperature(runs_of, model_of, temperature):
+def test_a_request_s_logprobs_are_taken_after_its_own_temperature_wherever_its_row_moves(runs_of, model_of):
     model = model_of()
     runs = runs_of(model)
-    runs.add("other", [1, 2, 3], max_tokens=30, temperature=1.0)
-    runs.add("this", [4, 5], max_tokens=30, temperature=temperature)
-    assert runs.finish().error("this", model, temperature) < 1e-4
+    temperatures = [0.5, 1.0, 1.7, 0.8, 1.3, 0.6, 2.0, 0.9]
+    for i, temperature in enumerate(temperatures):
+        runs.add(str(i), [i, 5], max_tokens=70 - 8 * ((i * 5) % 8), temperature=temperature, seed=i)
+    runs.finish()
+    for i, temperature in enumerate(temperatures):
+        assert runs.error(str(i), model, temperature) < 1e-4
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
