@@ -100,7 +100,7 @@ class Sampling(Section):
 class Train(Section):
     """The amount of training."""
 
-    steps: PositiveInt = 200
+    steps: PositiveInt = 350
     """Optimiser steps."""
     groups_per_step: PositiveInt = 32
     """Groups (tasks) in a batch."""
@@ -111,7 +111,7 @@ class Train(Section):
 class Staleness(Section):
     """How far generation may run ahead, and what happens to tokens that are too old."""
 
-    max_lag: int = Field(4, ge=0)
+    max_lag: int = Field(1, ge=0)
     """Versions by which admission may run ahead of training; 0 is synchronous on-policy training."""
     over_age: Literal["train", "mask", "wait"] = "train"
     """Tokens older than max_lag: train with importance correction, mask, or wait: seal in order of admission."""

@@ -252,8 +252,8 @@ def render(snapshot: Snapshot, width: int = 100) -> RenderableType:
     body.add_row("step", f"{s.step}/{s.steps}  {bar(done, 30)}   {duration(s.elapsed_s)}{rate}")
     for title, text in _facts(s):
         body.add_row(title, Text(text))
-    title = Text.assemble((s.name, "bold"), f"  {s.algo} on {s.env}")
-    return Panel(Group(body, "", _processes(s)), title=title, title_align="left", width=width)
+    head = Text.assemble((s.name, "bold"), f"  {s.algo} on {s.env}")
+    return Panel(Group(body, "", _processes(s)), title=head, title_align="left", width=width)
 
 
 def line(snapshot: Snapshot) -> str:
