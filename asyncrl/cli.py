@@ -145,8 +145,8 @@ def _episodes(parser: Parser, arguments: list[str]) -> int:
 
 def _init_model(parser: Parser, arguments: list[str]) -> int:
     parser.add_argument("folder", help="folder to make; must not exist")
-    parser.add_argument("--hidden", type=int, default=128, metavar="INT", help="width, a multiple of 32 [128]")
-    parser.add_argument("--layers", type=int, default=4, metavar="INT", help="layers [4]")
+    parser.add_argument("--hidden", type=int, default=64, metavar="INT", help="width, a multiple of 32 [64]")
+    parser.add_argument("--layers", type=int, default=2, metavar="INT", help="layers [2]")
     parser.add_argument("--seed", type=int, default=0, metavar="INT", help="seed of the weights [0]")
     options = parser.parse_args(arguments)
     from asyncrl.settings import UsageError
@@ -314,4 +314,3 @@ def _loop(serve: Callable[[], Coroutine[Any, Any, int]]) -> int:
         new_event_loop = None
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(serve())
-

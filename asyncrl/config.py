@@ -100,7 +100,7 @@ class Sampling(Section):
 class Train(Section):
     """The amount of training."""
 
-    steps: PositiveInt = 350
+    steps: PositiveInt = 300
     """Optimiser steps."""
     groups_per_step: PositiveInt = 32
     """Groups (tasks) in a batch."""
@@ -164,11 +164,11 @@ class Learner(Section):
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule after the warm-up."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(10, ge=0)
     """Steps over which the learning rate grows linearly from 0."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's weight decay."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's betas."""
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""

@@ -146,9 +146,7 @@ class EpisodeRunner:
             return "length"
         if room <= 0:
             return "context"
-        params = SamplingParams(
-            min(left, room), tuple(stop_ids), config.sampling.temperature, self._lease.seed
-        )
+        params = SamplingParams(min(left, room), tuple(stop_ids), config.sampling.temperature, self._lease.seed)
         finish = "abort"
         async for delta in self._world.engine.generate(str(self._lease.lease_id), list(record.ids), params):
             self._take(delta)

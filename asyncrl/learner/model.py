@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 from asyncrl.config import Dtype
 from asyncrl.learner import attention
@@ -68,6 +69,7 @@ def load(path: str | Path, dtype: Dtype, ranks: Ranks) -> Policy:
     _materialise(policy, ranks.device)
     whole: dict[str, Any] = {}
     if ranks.rank == 0:
+        logging.disable_progress_bar()  # It would end up in a log file.
         source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
         whole = {PREFIX + name: tensor for name, tensor in source.items()}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

@@ -21,6 +21,8 @@ from pathlib import Path
 
 from asyncrl.metrics.reader import RunReader
 
+SIZE = ["--hidden", "128", "--layers", "4"]
+
 
 def run(folder: Path, model: Path, max_lag: int, steps: int, repeat: int) -> dict[str, float]:
     """One real run; its speed and how its time was spent."""
@@ -55,7 +57,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        subprocess.run([sys.executable, "-P", "-m", "asyncrl", "init-model", str(model)], check=True)
+        subprocess.run([sys.executable, "-P", "-m", "asyncrl", "init-model", str(model), *SIZE], check=True)
         for repeat in range(options.repeats):
             for max_lag in (0, 4):
                 rows.append(run(Path(folder), model, max_lag, options.steps, repeat))

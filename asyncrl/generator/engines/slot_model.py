@@ -113,7 +113,9 @@ def _take_over(model: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """The model on `device`, in evaluation mode, with parameters in `dtype` and attention on slots."""
     if isinstance(model, (str, os.PathLike)):
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()  # It would end up in a log file.
         model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     # Only parameters are cast: rotary frequencies are buffers, and would lose positions in half precision.
     for parameter in model.parameters():
