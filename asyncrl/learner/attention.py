@@ -6,6 +6,9 @@ installed, else torch's own variable-length kernel. On the CPU, segments of simi
 call: they are right-padded to a multiple of 8, which a causal mask makes harmless, and the index plan is made
 once per row, not once per layer.
 
+Segments may share tokens: the episodes of a group have one prompt, which is then stored, and computed by
+every other part of the model, once per row. Only here is it repeated, for each segment that begins with it.
+
 Models whose attention is more than causal (soft caps, sinks, a window that is shorter than a segment on the
 CPU) are refused here; everything else that could go wrong is caught by `asyncrl.learner.selftest`.
 """
@@ -37,20 +40,29 @@ class Segments:
     gather: Tensor
     """[P] token of each padded position; a padding position repeats a token of the row (CPU only)."""
     real: Tensor
-    """[P, 1] float32: 1 for tokens, 0 for padding (CPU only)."""
+    """[P, 1] float32: 1 for the position that a token's output is taken from, else 0 (CPU only)."""
     place: Tensor
-    """[tokens] padded position of each token (CPU only)."""
+    """[tokens] that position of each token (CPU only)."""
+    copies: Tensor
+    """[C] padded positions that hold a shared token once more (CPU only)."""
+    copied: Tensor
+    """[C] which token that is (CPU only)."""
     blocks: tuple[tuple[int, int], ...]
     """(segments, padded length) of each batched call, in the order of `gather` (CPU only)."""
 
     def to(self, device: torch.device) -> Segments:
         """The same segments on another device."""
-        gather, real, place = (t.to(device) for t in (self.gather, self.real, self.place))
-        return Segments(self.bounds.to(device), self.longest, gather, real, place, self.blocks)
+        moved = (t.to(device) for t in (self.gather, self.real, self.place, self.copies, self.copied))
+        return Segments(self.bounds.to(device), self.longest, *moved, self.blocks)
 
 
-def segments(lengths: Sequence[int]) -> Segments:
-    """Plans the attention of a row whose segments have these lengths (each at least 1)."""
+def segments(lengths: Sequence[int], owner: np.ndarray | None = None) -> Segments:
+    """Plans the attention of a row whose segments have these lengths (each at least 1).
+
+    Args:
+        lengths: of the segments, one after the other.
+        owner: [sum of lengths] the row's token that each of the segments' tokens is; None: each is its own.
+    """
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)])
     padded = -(-sizes // PAD_TO) * PAD_TO
@@ -63,14 +75,20 @@ def segments(lengths: Sequence[int]) -> Segments:
         gather.append((source, inside))
         blocks.append((len(which), int(width)))
         offset += source.size
+    own = np.arange(starts[-1]) if owner is None else owner
+    # The first of a shared token's positions gives its output; all have the same, for all see the same prefix.
+    _, first = np.unique(own, return_index=True)
+    again = np.setdiff1d(np.arange(starts[-1]), first)
+    real = np.zeros((offset, 1), np.float32)
+    real[place[first]] = 1
     return Segments(
         bounds=torch.from_numpy(starts.astype(np.int32)),
         longest=int(sizes.max()),
-        gather=torch.from_numpy(np.concatenate([source.ravel() for source, _ in gather])),
-        real=torch.from_numpy(np.concatenate([inside.ravel() for _, inside in gather]).astype(np.float32))[
-            :, None
-        ],
-        place=torch.from_numpy(place),
+        gather=torch.from_numpy(own[np.concatenate([source.ravel() for source, _ in gather])]),
+        real=torch.from_numpy(real),
+        place=torch.from_numpy(place[first]),
+        copies=torch.from_numpy(place[again]),
+        copied=torch.from_numpy(own[again]),
         blocks=tuple(blocks),
     )
 
@@ -78,27 +96,30 @@ def segments(lengths: Sequence[int]) -> Segments:
 class _Reorder(torch.autograd.Function):
     """Rows of `x` between the row's order and the padded order.
 
-    An index_select whose gradient is the inverse index_select: the padded copies' gradient is 0 by the causal
-    mask in one direction, and is made 0 by `real` in the other. So no scattered addition is needed.
+    An index_select whose gradient is the inverse index_select: the padding's gradient is 0 by the causal mask
+    on the way in, and is made 0 by `real` on the way out. Only the copies of shared tokens are added up.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, real: Tensor | None) -> Tensor:
-        ctx.inverse, ctx.real = inverse, real
-        return x.index_select(0, index)
+    def forward(ctx: Any, x: Tensor, row: Segments, inward: bool) -> Tensor:
+        ctx.row, ctx.inward = row, inward
+        return x.index_select(0, row.gather if inward else row.place)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        back = grad.index_select(0, ctx.inverse)
-        if ctx.real is not None:
-            back = back * ctx.real.to(back.dtype)
-        return back, None, None, None
+        row = ctx.row
+        if not ctx.inward:
+            return grad.index_select(0, row.gather) * row.real.to(grad.dtype), None, None
+        back = grad.index_select(0, row.place)
+        if len(row.copies):
+            back.index_add_(0, row.copied, grad.index_select(0, row.copies))
+        return back, None, None
 
 
 def _padded_sdpa(q: Tensor, k: Tensor, v: Tensor, row: Segments, scale: float | None) -> Tensor:
     """Attention by batched calls; q, k, v are [1, heads, tokens, dim], the result is [tokens, heads, dim]."""
     parts = [x[0].transpose(0, 1) for x in (q, k, v)]
-    q, k, v = (_Reorder.apply(x.flatten(1), row.gather, row.place, None).view(-1, *x.shape[1:]) for x in parts)
+    q, k, v = (_Reorder.apply(x.flatten(1), row, True).view(-1, *x.shape[1:]) for x in parts)
     repeat = q.shape[1] // k.shape[1]
     outs, start = [], 0
     for count, width in row.blocks:
@@ -110,7 +131,7 @@ def _padded_sdpa(q: Tensor, k: Tensor, v: Tensor, row: Segments, scale: float | 
         out = F.scaled_dot_product_attention(q_, k_, v_, is_causal=True, scale=scale)
         outs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
     joined = torch.cat(outs) if len(outs) > 1 else outs[0]
-    return _Reorder.apply(joined, row.place, row.gather, row.real).view(-1, *q.shape[1:])
+    return _Reorder.apply(joined, row, False).view(-1, *q.shape[1:])
 
 
 def _cuda_varlen(q: Tensor, k: Tensor, v: Tensor, row: Segments, scale: float | None, window: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 A token is trained if the policy sampled it, it is not the first of its segment, its episode has a reward, and
 its lag is within the limit; its log-prob comes from the hidden state one position before. Everything else is
-context. Counting comes before weighting: `read` counts the trained tokens, the caller sums the counts over the
+context. On the CPU, sequences of a row that begin with the same prompt share its tokens: a group's prompt is
+computed once (the attention repeats it, see `asyncrl.learner.attention`). Counting comes before weighting: `read` counts the trained tokens, the caller sums the counts over the
 ranks, and `build` turns them into weights.
 
 Called by `asyncrl.learner.update`. Numpy until the last step, no communication.
@@ -57,6 +58,8 @@ class Share:
     """[F] bool"""
     lengths: np.ndarray
     """[S]"""
+    prompt: np.ndarray
+    """[S] observed tokens that the sequence begins with"""
     episode: np.ndarray
     """[S] index into `Batch.episodes`"""
     row_sizes: list[int]
@@ -112,7 +115,8 @@ def read(batch: Batch, ids: np.ndarray, logprobs: np.ndarray, step: int, limit: 
     candidate[(np.cumsum(lengths) - lengths)] = False
     trained = candidate if limit is None else candidate & (lag <= limit)
     row_sizes = [len(row) for row in batch.rows]
-    return Share(ids, logprobs, lag, trained, lengths, episode, row_sizes, int(candidate.sum()))
+    prompt = np.array([0 if run[0].sampled else run[0].n for run in batch.spans], dtype=np.int64)
+    return Share(ids, logprobs, lag, trained, lengths, prompt, episode, row_sizes, int(candidate.sum()))
 
 
 def build(
@@ -136,23 +140,38 @@ def build(
     advantage = np.repeat(np.asarray(advantages)[share.episode], share.lengths).astype(np.float32)
     rows, token, sequence = [], 0, 0
     for size in share.row_sizes:
-        lengths = share.lengths[sequence : sequence + size]
-        part = slice(token, token + int(lengths.sum()))
-        token, sequence = part.stop, sequence + size
-        rows.append(_row(share, part, lengths, weight, advantage, device))
+        mine = slice(sequence, sequence + size)
+        part = slice(token, token + int(share.lengths[mine].sum()))
+        token, sequence = part.stop, mine.stop
+        rows.append(_row(share, part, mine, weight, advantage, device))
     return rows
 
 
+def _shared(ids: np.ndarray, lengths: np.ndarray, prompts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which tokens of a row are stored (mask), and which stored token each token is (index)."""
+    stored = np.ones(len(ids), dtype=bool)
+    source = np.arange(len(ids))
+    first: dict[bytes, int] = {}
+    for start, prompt in zip((np.cumsum(lengths) - lengths).tolist(), prompts.tolist(), strict=True):
+        if prompt:
+            before = first.setdefault(ids[start : start + prompt].tobytes(), start)
+            if before != start:
+                stored[start : start + prompt] = False
+                source[start : start + prompt] = np.arange(before, before + prompt)
+    return stored, (np.cumsum(stored) - 1)[source]
+
+
 def _row(
-    share: Share, part: slice, lengths: np.ndarray, weight: np.ndarray, advantage: np.ndarray, device: torch.device
+    share: Share, part: slice, mine: slice, weight: np.ndarray, advantage: np.ndarray, device: torch.device
 ) -> Row:
     """One row. An empty one becomes a single token that trains nothing: all ranks run the same collectives."""
+    lengths, prompts, ids = share.lengths[mine], share.prompt[mine], share.ids[part]
     if not len(lengths):
-        lengths, ids = np.array([1]), np.array([0])
-        positions = np.zeros(1, np.int64)
-    else:
-        ids = share.ids[part]
-        positions = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        lengths, prompts, ids = np.array([1]), np.array([0]), np.array([0])
+    positions = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    if device.type != "cpu":  # The GPU's kernels take every segment whole.
+        prompts = np.zeros_like(prompts)
+    stored, owner = _shared(ids, lengths, prompts)
     label = np.flatnonzero(share.trained[part])
 
     def move(array: np.ndarray, dtype: torch.dtype) -> Tensor:
@@ -160,10 +179,10 @@ def _row(
 
     data = (move(values[part][label], torch.float32) for values in (share.behaviour, advantage, weight))
     return Row(
-        ids=move(ids.astype(np.int64), torch.int64),
-        positions=move(positions, torch.int64),
-        segments=segments(lengths.tolist()).to(device),
-        states=move(label - 1, torch.int64),
+        ids=move(ids[stored].astype(np.int64), torch.int64),
+        positions=move(positions[stored], torch.int64),
+        segments=segments(lengths.tolist(), owner).to(device),
+        states=move(owner[label - 1], torch.int64),
         labels=move(ids[label].astype(np.int64), torch.int64),
         tokens=Tokens(*data),
         lag=move(share.lag[part][label], torch.int64),

@@ -88,6 +88,7 @@ def pack(examples: Sequence[Example], token_budget: int, device: torch.device) -
         lag=zeros.astype(np.int64),
         trained=trained,
         lengths=lengths,
+        prompt=np.zeros_like(lengths),
         episode=np.arange(len(ordered)),
         row_sizes=[len(row) for row in planned],
         sampled=int(trained.sum()),

@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--task", choices=TASKS, action="append")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     options, options.extra = parser.parse_known_args()

@@ -1,5 +1,6 @@
 """Loading, packed attention, the start-up self-test, and the walk over the weights."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -95,3 +96,26 @@ def test_bfloat16_trains_on_float32_master_weights(alone, make_config, model_fol
 def test_a_missing_folder_is_named(alone, make_config, tmp_path):
     with pytest.raises(FileNotFoundError, match="no Hugging Face folder there"):
         Trainer(make_config(), tmp_path / "nothing")
+
+
+def test_segments_that_share_a_prompt_have_the_outputs_and_gradients_of_separate_ones() -> None:
+    torch.manual_seed(0)
+    prompt, tails = 5, (3, 1, 9)
+    lengths = [prompt + tail for tail in tails]
+    shared = np.concatenate([np.arange(prompt), prompt + np.arange(3)])
+    shared = np.concatenate([shared, np.arange(prompt), [8], np.arange(prompt), 9 + np.arange(9)])
+    stored = [torch.randn(18, heads, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    upstream = torch.randn(18, 4, 4, dtype=torch.float64)
+
+    def run(rows: list[torch.Tensor], plan: attention.Segments) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in rows)
+        return attention._attend(torch.nn.Identity(), q, k, v, None, segments=plan)[0][0]
+
+    once = run(stored, attention.segments(lengths, shared))
+    once_grads = torch.autograd.grad((once * upstream).sum(), stored)
+    whole = run([x[torch.from_numpy(shared)] for x in stored], attention.segments(lengths))
+    first = torch.from_numpy(np.unique(shared, return_index=True)[1])
+    whole_grads = torch.autograd.grad((whole[first] * upstream).sum(), stored)
+    assert torch.allclose(once, whole[first], atol=1e-12)
+    for ours, theirs in zip(once_grads, whole_grads, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-12)
