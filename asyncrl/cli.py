@@ -74,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"asyncrl {command}: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except KeyboardInterrupt:
+        print(f"asyncrl {command}: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone; Python must not complain about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -109,6 +112,8 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
     if (target / "config.json").is_file():
         model = target
     else:
+        if _typed(options) or options.files:
+            parser.error("a run is evaluated with its own settings; to change them give its model folder instead")
         run_dir = _run_dir(options.target)
         config, model = stored(run_dir), run_dir / "model"
     check_model(model)
@@ -137,7 +142,9 @@ def _episodes(parser: Parser, arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     run_dir = _run_dir(options.run)
     if options.summary:
-        print(episodes_summary(run_dir))
+        text = episodes_summary(run_dir)
+        print(text)
+        return 0 if "\nadds up" in text else 1
     else:
         print(list_episodes(run_dir, state=options.state, limit=options.limit))
     return 0
@@ -197,7 +204,7 @@ def _hub(parser: Parser, arguments: list[str]) -> int:
     parser.add_argument("--port", type=int, metavar="INT", help="control port; chunks use the next [hub.port]")
     _add_parent(parser)
     options, config = _settings(parser, arguments)
-    from asyncrl.launch import create, hub_port, new_run_dir, resolved
+    from asyncrl.launch import create, hub_port, new_run_dir, resolved, stored
     from asyncrl.settings import UsageError
 
     if options.run is None:
@@ -208,7 +215,10 @@ def _hub(parser: Parser, arguments: list[str]) -> int:
         port = options.port or hub_port(config)
         create(config, run_dir)
     else:
+        if _typed(options) or options.files:
+            parser.error("--run takes no settings: a run goes on with those it was started with")
         run_dir = _run_dir(options.run)
+        config = stored(run_dir)
         port = options.port or hub_port(config)
     from asyncrl.hub import Hub
 

@@ -54,7 +54,7 @@ class Algo(Section):
     aggregation: str | None = None
     """How token losses become one number."""
     clip_low: float | None = Field(None, ge=0, lt=1)
-    """Lower clip range of the ratio: 1 - clip_low."""
+    """Lower clip range of the ratio: 1 - clip_low. With proximal = current the ratio is 1 and nothing clips."""
     clip_high: float | None = Field(None, ge=0)
     """Upper clip range of the ratio: 1 + clip_high."""
     clip_dual: float | None = Field(None, ge=0)
@@ -235,7 +235,7 @@ class Supervise(Section):
 
 
 class Eval(Section):
-    """Evaluation on held-out tasks (`asyncrl eval`, and before and after the default training)."""
+    """Evaluation on held-out tasks (`asyncrl eval`)."""
 
     tasks: PositiveInt = 512
     """Held-out tasks."""
@@ -308,6 +308,11 @@ class Config(Section):
             raise ValueError(
                 "staleness.over_age = 'wait' seals in order of admission, which contradicts "
                 f"replay.order = {self.replay.order!r}; set replay.order to fifo, or over_age to train or mask"
+            )
+        if self.hub.host in ("0.0.0.0", "::", "*"):
+            raise ValueError(
+                f"hub.host = {self.hub.host!r} is no address that others can connect to; give the one at which "
+                "other machines reach this one, or 127.0.0.1"
             )
         if self.hub.heartbeat_s * 3 > self.hub.lease_s:
             raise ValueError(

@@ -1,7 +1,6 @@
 """Evaluation: held-out tasks through the same engine and episode loop as training, without a hub.
 
-It samples once per task at `sampling.temperature` and trains nothing. Called by `asyncrl eval`, and by
-`asyncrl train` for the model before and after.
+It samples once per task at `sampling.temperature` and trains nothing. Called by `asyncrl eval` only.
 """
 
 from __future__ import annotations
@@ -14,11 +13,13 @@ from dataclasses import asdict, dataclass
 
 from asyncrl.chat import ChatFormat
 from asyncrl.config import Config
+from asyncrl.envs.base import Environment
 from asyncrl.envs.registry import load
 from asyncrl.generator.engines.select import open_engine
 from asyncrl.generator.episode import EpisodeRunner, World
 from asyncrl.generator.record import TokenRecord
-from asyncrl.messages import Chunk, EpisodeEnd, Lease
+from asyncrl.messages import Chunk, EpisodeEnd, Lease, Task
+from asyncrl.settings import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +52,27 @@ class _Collector:
 
 
 async def evaluate(config: Config, model_path: str, tasks: int) -> Evaluation:
-    """Runs the first `tasks` held-out tasks (fewer if the environment has fewer) once each."""
+    """Runs the first `tasks` held-out tasks (fewer if the environment has fewer) once each.
+
+    Raises:
+        UsageError: there is no task to evaluate on.
+    """
     sink = _Collector()
+    environment = load(config.env.name, config.env.args)
+    held_out = _draw(config, environment, tasks)
     engine = await asyncio.to_thread(open_engine, config, model_path, asyncio.get_running_loop())
     try:
-        environment = load(config.env.name, config.env.args)
         world = World(config, environment, ChatFormat(model_path), engine, sink)
         room = asyncio.Semaphore(config.capacity)
 
-        async def one(index: int) -> None:
+        async def one(index: int, task: Task) -> None:
             async with room:
-                lease = Lease(index, index, environment.task("eval", index), config.run.seed + index)
+                lease = Lease(index, index, task, config.run.seed + index)
                 await EpisodeRunner(world, lease, TokenRecord()).run()
 
         async with asyncio.TaskGroup() as group:
-            for index in range(tasks):
-                group.create_task(one(index))
+            for index, task in enumerate(held_out):
+                group.create_task(one(index, task))
     finally:
         await engine.close()
     rewards = [end.reward for end in sink.ends if end.reward is not None]
@@ -79,6 +85,23 @@ async def evaluate(config: Config, model_path: str, tasks: int) -> Evaluation:
         dict(Counter(end.status for end in sink.ends)),
         sink.tokens,
     )
+
+
+def _draw(config: Config, environment: Environment, tasks: int) -> list[Task]:
+    """The first `tasks` tasks of the evaluation split, or all that it has."""
+    drawn: list[Task] = []
+    for index in range(tasks):
+        try:
+            drawn.append(environment.task("eval", index))
+        except IndexError:
+            break
+    if not drawn:
+        raise UsageError(
+            f"there is nothing to evaluate: {tasks} tasks of the eval split of environment {config.env.name!r} "
+            f'(env.args = {config.env.args!r}) were asked for, and it gave none. Its task("eval", 0) must return a '
+            f"task, and at least 1 must be asked for (--tasks, or eval.tasks)"
+        )
+    return drawn
 
 
 def report(config: Config, model_path: str, tasks: int, *, as_json: bool = False) -> str:

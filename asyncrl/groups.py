@@ -107,8 +107,10 @@ class Verdict(StrEnum):
     """New and in order: write it, then ack it."""
     DUPLICATE = "duplicate"
     """Held already: ack it."""
+    EARLY = "early"
+    """A chunk before it has not arrived (a restarted hub missed it): do not ack, both come again in order."""
     REFUSED = "refused"
-    """Its lease has lapsed, its episode is over, a chunk before it is missing, or it makes no sense."""
+    """Its lease has lapsed, its episode is over, or it makes no sense."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,12 @@ the supervisor, or by hand with `asyncrl hub --run runs/<name> --port 5555`.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import time
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import zmq
 
@@ -68,6 +69,7 @@ from asyncrl.process import EXIT_STOP_RUN
 from asyncrl.recovery import restore
 from asyncrl.roster import Note, Published, Restart, Roster, Send
 from asyncrl.scheduler import Grant, Rules, Scheduler, Verdict
+from asyncrl.settings import UsageError
 from asyncrl.trainers.filters import group_filter
 from asyncrl.transport import AsyncSocket
 
@@ -83,6 +85,7 @@ class Hub:
     def __init__(self, run_dir: Path, port: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._started = time.time() - self._loop.time()
+        self._lock = _lock(run_dir)
         self._journal = journal = Journal.open(run_dir / "run.db")
         self._run_dir = run_dir
         self._config_json = journal.get("config_json")
@@ -103,12 +106,13 @@ class Hub:
         self._advance_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = ""
-        self._served_step = 0
+        self._served_step = self._scheduler.sealed_step
         self._filtered_before = self._scheduler.filtered_groups
         self._exit: asyncio.Future[int] = self._loop.create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._chunk_count = self._token_count = 0
         self._rewards: list[float] = []
+        self._failed = False
 
     async def run(self) -> int:
         """Serves until a shutdown; returns the exit status."""
@@ -212,10 +216,12 @@ class Hub:
             self._data.malformed += 1
             return
         refused: set[int] = set()
+        early = False
         at = 0
         for chunk in message.chunks:
             stop = at + 4 * chunk.n
             verdict = self._scheduler.chunk(chunk)
+            early |= verdict is Verdict.EARLY
             if verdict is Verdict.ACCEPTED:
                 self._record(records.chunk(chunk, frames[0][at:stop], frames[1][at:stop]))
                 self._token_count += chunk.n
@@ -225,23 +231,27 @@ class Hub:
         self._chunk_count += len(message.chunks)
         for end in message.ends:
             verdict = self._scheduler.end(end, self._now())
+            early |= verdict is Verdict.EARLY
             if verdict is Verdict.REFUSED:
                 refused.add(end.lease_id)
             elif verdict is Verdict.ACCEPTED and end.reward is not None:
                 self._rewards.append(end.reward)
-        ack = Ack(message.message_id, sorted(refused))
-        self._after(partial(self._data.send, ack, to=peer))
+        if not early:
+            # Without an ack the generator sends the message again, after the one that is missing.
+            self._after(partial(self._data.send, Ack(message.message_id, sorted(refused)), to=peer))
         if message.ends:
             self._changed()
 
     def _on_next_batch(self, peer: bytes, wanted: NextBatch) -> None:
-        if wanted.step > self._scheduler.step + 1:
-            # The learner has done a step that is not recorded: its StepDone was lost on the way.
+        if wanted.step > self._scheduler.step + 1 and wanted.rank == 0:
+            # Rank 0 has done a step that is not recorded: its StepDone was lost on the way.
             self._control.send(Rehello(), to=peer)
             return
         self._wanted[wanted.step, wanted.rank] = (peer, wanted)
 
     def _on_step_done(self, done: StepDone, now: float) -> None:
+        if done.step <= self._scheduler.step:
+            return  # A learner that resumed from its checkpoint repeats steps; their rows stand.
         self._scheduler.step_done(done.step)
         # The batch's own mean is blind to the groups that dynamic sampling dropped; what the policy earns is
         # the mean over all episodes that ended since the last step.
@@ -266,6 +276,7 @@ class Hub:
             elif event.name.startswith("learner"):
                 self._forget("publisher")
                 self._wanted.clear()
+                self._served_step = 0
                 self._roster.publisher_left(now)
 
     # ---- moving on -------------------------------------------------------------------------------
@@ -324,6 +335,8 @@ class Hub:
         for (step, rank), (peer, wanted) in list(self._wanted.items()):
             if self._stopping and step > self._served_step:
                 reply: Message | None = Stop(self._stopping)
+            elif step > self._scheduler.step + 1:
+                continue  # This rank is ahead of rank 0's report.
             elif step > self._config.train.steps:
                 reply = Stop("all steps are done")
             elif step <= self._scheduler.sealed_step or self._scheduler.seal(now) is not None:
@@ -400,6 +413,11 @@ class Hub:
 
     def _fail(self, reason: str) -> None:
         """The run cannot go on: the reason is journalled and every process is told to stop."""
+        if self._failed:
+            return
+        self._failed = True
+        # The supervisor takes the last line of the log for the reason.
+        print(f"hub: {reason}", flush=True)
         self._record(records.event(self._now(), "hub", "failed", reason))
         self._record(records.run_key("status", "failed"))
         self._record(records.run_key("reason", reason))
@@ -463,6 +481,21 @@ class Hub:
         elif error is not None:
             print(f"hub: {task.get_name()} failed: {error!r}", flush=True)
             self._leave(1)
+
+
+def _lock(run_dir: Path) -> TextIO:
+    """Makes sure that this is the run's only hub; the kernel lets go of the lock when the process ends.
+
+    Raises:
+        UsageError: another hub has it.
+    """
+    lock = (run_dir / "hub.lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise UsageError(f"{run_dir} is being run by another hub; stop that one first") from None
+    return lock
 
 
 def _frames_fit(message: Chunks, frames: list[memoryview]) -> bool:

@@ -134,7 +134,7 @@ def explain(config: Config) -> str:
     held = config.generator.count * config.capacity
     mode = "synchronous, on-policy" if lag == 0 else f"tokens up to {lag} versions old at admission"
     if config.staleness.over_age == "train":
-        mode += f"; older ones corrected, masked from {config.staleness.max_token_age} on"
+        mode += f"; older ones corrected, masked above {config.staleness.max_token_age}"
     graph = f"""\
 supervisor
 ├─ hub            {config.hub.host}, journal run.db (sync={config.hub.sync})

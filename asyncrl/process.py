@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent: int) -> None:
     """Asks Linux to kill this process when its parent dies, so that no orphan stays behind.
 
-    Elsewhere it does nothing: there the hub's silence ends the children (`supervise.start_timeout_s`).
+    Elsewhere it does nothing: there a killed supervisor leaves its children to be ended by hand.
     """
     if sys.platform != "linux":
         return

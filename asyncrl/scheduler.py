@@ -182,8 +182,10 @@ class Scheduler:
             return self._verdict(Verdict.REFUSED)
         if c.seq < episode.next_seq:
             return self._verdict(Verdict.DUPLICATE)
-        if c.seq > episode.next_seq or episode.state is not EpisodeState.LEASED:
+        if episode.state is not EpisodeState.LEASED:
             return self._verdict(Verdict.REFUSED)
+        if c.seq > episode.next_seq:
+            return self._verdict(Verdict.EARLY)
         episode.next_seq += 1
         episode.length += c.n
         if c.sampled:
@@ -201,7 +203,7 @@ class Scheduler:
         if episode.state is not EpisodeState.LEASED:
             return self._verdict(Verdict.DUPLICATE)
         if e.seq != episode.next_seq:
-            return self._verdict(Verdict.REFUSED)
+            return self._verdict(Verdict.EARLY if e.seq > episode.next_seq else Verdict.REFUSED)
         reason = reason_of_failure(e, episode, self.rules.token_budget)
         episode.state = EpisodeState.FAILED if reason else EpisodeState.DONE
         episode.reward = None if reason else e.reward

@@ -69,13 +69,14 @@ class Supervisor:
         self._run_dir = run_dir
         self._logs = run_dir / "logs"
         self._hub_address = f"tcp://{config.hub.host}:{port}"
+        wait = ["--wait", str(config.supervise.start_timeout_s)]
         self._hub = Child("hub", ["hub", "--run", str(run_dir), "--port", str(port)])
         self._learners = [
-            Child(f"learner-{rank}", ["learner", "--hub", self._hub_address])
+            Child(f"learner-{rank}", ["learner", "--hub", self._hub_address, *wait])
             for rank in range(config.learner.ranks)
         ]
         self._generators = [
-            Child(f"generator-{i}", ["generator", "--hub", self._hub_address, "--name", f"generator-{i}"])
+            Child(f"generator-{i}", ["generator", "--hub", self._hub_address, "--name", f"generator-{i}", *wait])
             for i in range(config.generator.count)
         ]
         self._outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -174,11 +175,14 @@ class Supervisor:
 
     async def _restart_learners(self, dead: Child, status: int) -> None:
         """The ranks' collectives cannot outlive one of them: all start again, from the checkpoint."""
+        # All are given up before the first wait: a rank that dies meanwhile must not start this once more.
+        old = [other.process for other in self._learners if other.process is not None]
         for other in self._learners:
-            process, other.process = other.process, None
-            if process is not None and process.returncode is None:
+            other.process = None
+        for process in old:
+            if process.returncode is None:
                 process.kill()
-                await process.wait()
+            await process.wait()
         await self._restart(dead, status)
 
     async def _restart(self, child: Child, status: int) -> None:
@@ -232,6 +236,11 @@ class Supervisor:
     async def _stop(self, outcome: Outcome) -> None:
         """Learner and generators first, so that what they still send is journalled; then the hub."""
         self._stopping = True
+        if self._hub.process is None or self._hub.process.returncode is not None:
+            # Nobody is left to stop them in order; what they hold unacknowledged comes again from its prefix.
+            for child in (*self._learners, *self._generators):
+                if child.process is not None and child.process.returncode is None:
+                    child.process.terminate()
         self._link.tell(Shutdown(outcome.reason))
         deadline = time.monotonic() + self._config.supervise.grace_s
         for child in [*self._learners, *self._generators]:

@@ -257,6 +257,7 @@ WARM_BETAS = (0.9, 0.99)
 def _key(config: Config) -> str:
     """A hash of all that the default model depends on."""
     parts: Sequence[Any] = (
+        config.model.dtype,
         RECIPE,
         __version__,
         config.toy.model_dump(mode="json", exclude={"cache_dir"}),

@@ -49,7 +49,8 @@ def resume(run_dir: Path, plain: bool) -> int:
 
     config = launch.stored(run_dir)
     with RunReader(run_dir) as reader:
-        if reader.status == "finished":
+        # A run that was killed between its last step and the export has only the export left to do.
+        if reader.status == "finished" and (run_dir / "model").is_dir():
             raise UsageError(f"{run_dir} is finished; start another run, from its model: --model {run_dir}/model")
     return _follow(config, run_dir, launch.hub_port(config), plain)
 

@@ -217,14 +217,14 @@ def test_late_chunks_of_a_lapsed_lease_are_refused() -> None:
     assert scheduler.chunk(Chunk(new.lease_id, new.episode_id, 1, 3, 0, True)) is Verdict.ACCEPTED
 
 
-def test_duplicates_are_harmless_and_gaps_are_refused() -> None:
+def test_duplicates_are_harmless_and_what_follows_a_gap_must_come_again() -> None:
     scheduler = make()
     grant = start(scheduler)[0]
     first = Chunk(grant.lease_id, grant.episode_id, 0, 3, 0, True)
     second = Chunk(grant.lease_id, grant.episode_id, 1, 2, -1, False)
     end = EpisodeEnd(grant.lease_id, grant.episode_id, 2, "completed", 1.0, 1)
-    assert scheduler.chunk(second) is Verdict.REFUSED
-    assert scheduler.end(end, 0.0) is Verdict.REFUSED
+    assert scheduler.chunk(second) is Verdict.EARLY
+    assert scheduler.end(end, 0.0) is Verdict.EARLY
     verdicts = [scheduler.chunk(first), scheduler.chunk(first), scheduler.chunk(second), scheduler.chunk(second)]
     assert verdicts == [Verdict.ACCEPTED, Verdict.DUPLICATE] * 2
     assert [scheduler.end(end, 0.0), scheduler.end(end, 0.0)] == [Verdict.ACCEPTED, Verdict.DUPLICATE]

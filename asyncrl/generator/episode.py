@@ -11,7 +11,9 @@ reason and never touches another one. Whatever else raises here is a bug or a de
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import inspect
+import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -52,6 +54,23 @@ class _EnvironmentFault(Exception):
         self.status = status
 
 
+def _raised(what: str, error: Exception) -> _EnvironmentFault:
+    detail = f"{what} raised {type(error).__name__}: {error}"
+    return _EnvironmentFault(EpisodeStatus.FAILED_ENVIRONMENT, detail)
+
+
+def _number(name: str, value: Any) -> float:
+    """A reward as a plain float: environments give NumPy's and others' numbers, messages carry only ours."""
+    try:
+        number = float(value)
+    except Exception:
+        number = math.nan
+    if not math.isfinite(number):
+        detail = f"reward {name!r} = {value!r} is no number"
+        raise _EnvironmentFault(EpisodeStatus.FAILED_ENVIRONMENT, detail)
+    return number
+
+
 class EpisodeRunner:
     """One episode from its lease to its end. `await run()` once; cancelling it aborts the request."""
 
@@ -67,13 +86,15 @@ class EpisodeRunner:
 
     async def run(self) -> None:
         """Runs the episode and sends its end, whatever the environment does."""
-        env = self._world.environment.make()
+        env: Env | None = None
         try:
+            env = self._guard("make", self._world.environment.make)
             status, detail = await self._play(env), ""
         except _EnvironmentFault as fault:
             status, detail = fault.status, str(fault)
         finally:
-            await self._close(env)
+            if env is not None:
+                await self._close(env)
         reward = sum(self._rewards) if self._rewards and not status.is_failed else None
         lease = self._lease
         self._world.sink.end(
@@ -83,15 +104,20 @@ class EpisodeRunner:
     # ---- turns -----------------------------------------------------------------------------------
 
     async def _play(self, env: Env) -> EpisodeStatus:
-        start = await self._ask(env.reset(self._lease.task), Start, "reset")
+        chat = self._world.chat
+        start = await self._ask(lambda: env.reset(self._lease.task), Start, "reset")
+        prompt = self._guard(
+            "the chat template, given reset's messages,", lambda: chat.prompt_ids(start.messages, start.tools)
+        )
         self._messages, self._tools = list(start.messages), start.tools
         if not self._record.spans:
-            self._observe(self._world.chat.prompt_ids(start.messages, start.tools))
+            self._observe(prompt)
         else:
             await self._replay(env)
         while True:
             finish = await self._sample_turn()
-            if finish == "context":
+            if finish == "context" and not self._record.ends_sampled:
+                # There was no room for a single token of this turn, so there is nothing to give a reward for.
                 return EpisodeStatus.TRUNCATED_CONTEXT
             status = await self._answer(env, self._record.turns()[-1], finish)
             if status is not None:
@@ -110,25 +136,32 @@ class EpisodeRunner:
         step = await self._step(env, ids)
         if finish == "length":
             return EpisodeStatus.TRUNCATED_LENGTH
+        if finish == "context":
+            return EpisodeStatus.TRUNCATED_CONTEXT
         if step.done:
             return EpisodeStatus.COMPLETED
         if self._turns >= self._world.config.env.max_turns:
             return EpisodeStatus.TRUNCATED_TURNS
         before = [*self._messages, self._world.chat.message(ids)]
-        suffix = self._world.chat.suffix_ids(before, finish == "stop", step.messages, self._tools)
+        suffix = self._guard(
+            "the chat template, given step's messages,",
+            lambda: self._world.chat.suffix_ids(before, finish == "stop", step.messages, self._tools),
+        )
         if suffix is None:
             raise _EnvironmentFault(
                 EpisodeStatus.FAILED_ENVIRONMENT,
                 "the chat template rewrites earlier turns, so this turn cannot be appended to the record",
             )
-        self._messages = before + step.messages
+        self._messages = [*before, *step.messages]
         self._observe(suffix)
         return None
 
     async def _step(self, env: Env, ids: list[int]) -> Step:
-        step = await self._ask(env.step(self._world.chat.message(ids)), Step, "step")
+        message = self._world.chat.message(ids)
+        step = await self._ask(lambda: env.step(message), Step, "step")
         self._turns += 1
-        self._rewards += [value for value in step.rewards.values() if value is not None]
+        rewards = self._guard("reading step's rewards", lambda: dict(step.rewards))
+        self._rewards += [_number(name, value) for name, value in rewards.items() if value is not None]
         return step
 
     # ---- tokens ----------------------------------------------------------------------------------
@@ -172,21 +205,36 @@ class EpisodeRunner:
 
     # ---- the fault boundary ----------------------------------------------------------------------
 
-    async def _ask(self, question: Coroutine[Any, Any, T], kind: type[T], what: str) -> T:
+    async def _ask(self, question: Callable[[], Awaitable[T]], kind: type[T], what: str) -> T:
+        """Calls a method of the environment and awaits its answer, within the time limit."""
         limit = self._world.config.env.timeout_s
+        pending = self._guard(what, question)
+        if not inspect.isawaitable(pending):
+            detail = (
+                f"{what} returned {type(pending).__name__} instead of something to await; "
+                f"write it as `async def {what}`"
+            )
+            raise _EnvironmentFault(EpisodeStatus.FAILED_ENVIRONMENT, detail)
         try:
             async with asyncio.timeout(limit):
-                answer = await question
+                answer = await pending
         except TimeoutError:
             detail = f"{what} did not answer within env.timeout_s = {limit:g} s"
             raise _EnvironmentFault(EpisodeStatus.FAILED_TIME, detail) from None
         except Exception as error:
-            detail = f"{what} raised {type(error).__name__}: {error}"
-            raise _EnvironmentFault(EpisodeStatus.FAILED_ENVIRONMENT, detail) from error
+            raise _raised(what, error) from error
         if not isinstance(answer, kind):
             detail = f"{what} returned {type(answer).__name__}, not {kind.__name__}"
             raise _EnvironmentFault(EpisodeStatus.FAILED_ENVIRONMENT, detail)
         return answer
+
+    @staticmethod
+    def _guard(what: str, call: Callable[[], T]) -> T:
+        """Runs what depends on the environment's own code or data and awaits nothing."""
+        try:
+            return call()
+        except Exception as error:
+            raise _raised(what, error) from error
 
     async def _close(self, env: Env) -> None:
         """A failure to close concerns nobody but the environment: the episode's result stands."""

@@ -68,6 +68,7 @@ class GeneratorProcess:
     def __init__(self, hub: str, name: str) -> None:
         self._name = name
         self._incarnation = secrets.token_hex(4)
+        asyncio.get_running_loop().set_exception_handler(self._broken)
         self._control = AsyncSocket(zmq.DEALER, self._on_control, f"{name}/{self._incarnation}")
         self._control.connect(hub)
         self._data: AsyncSocket | None = None
@@ -239,6 +240,11 @@ class GeneratorProcess:
         error = task.exception()
         kind = "engine died" if isinstance(error, EngineDead) else f"task {task.get_name()} failed"
         print(f"{self._name}: {kind}: {error!r}", flush=True)
+        self._finish(1)
+
+    def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A bug in a callback: better to start anew from the journal than to go on without what it did."""
+        loop.default_exception_handler(context)
         self._finish(1)
 
     def _finish(self, status: int) -> None:

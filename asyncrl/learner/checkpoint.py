@@ -101,14 +101,17 @@ class Checkpointer:
                 shutil.rmtree(old)
         return Done(step, final)
 
-    def load_latest(self, trainer: Trainer) -> int:
+    def load_latest(self, trainer: Trainer, at_most: int | None = None) -> int:
         """Loads the newest complete checkpoint into the trainer and returns its step; 0 if there is none.
+
+        `at_most` is the last step that the journal knows: a checkpoint beyond it (hub and learner died together,
+        before the step's report was durable) is passed over, and written anew when training comes there again.
 
         Raises:
             CheckpointBroken: it cannot be read, or is of another model.
         """
         dist.barrier(self._group)  # nobody looks before rank 0 of an earlier call has renamed
-        found = self._complete()
+        found = [done for done in self._complete() if at_most is None or done.step <= at_most]
         if not found:
             return 0
         step, path = found[-1]

@@ -30,10 +30,10 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.config import Config
 from asyncrl.learner import dist
-from asyncrl.learner.checkpoint import Checkpointer, Done
+from asyncrl.learner.checkpoint import CheckpointBroken, Checkpointer, Done
 from asyncrl.learner.export import export
+from asyncrl.learner.selftest import PackingMismatch
 from asyncrl.learner.update import NotFinite, Trainer
 from asyncrl.messages import (
     Batch,
@@ -167,7 +167,7 @@ class LearnerProcess:
         """Trains until the hub says stop; returns the exit status."""
         try:
             welcome = self._link.introduce(self._start_timeout_s)
-            self._open(from_json(welcome.config), Path(welcome.run_dir))
+            self._open(welcome)
             self._train()
         except HubRefused as error:
             print(f"learner: refused by the hub: {error}", flush=True)
@@ -177,6 +177,13 @@ class LearnerProcess:
                 self._link.report(StepFailed(error.step, error.batch_id, str(error)))
             print(f"learner: {error}", flush=True)
             return EXIT_STOP_RUN
+        except (PackingMismatch, FileNotFoundError, ValueError) as error:
+            print(f"learner: {type(error).__name__}: {error}", flush=True)
+            return EXIT_USAGE
+        except (CheckpointBroken, OSError) as error:
+            # A full disk or a damaged checkpoint: a restart would only fail again.
+            print(f"learner: {error}", flush=True)
+            return EXIT_STOP_RUN
         finally:
             if self._publisher is not None:
                 self._publisher.close()
@@ -184,14 +191,15 @@ class LearnerProcess:
             dist.shutdown()
         return 0
 
-    def _open(self, config: Config, run_dir: Path) -> None:
+    def _open(self, welcome: Welcome) -> None:
+        config, run_dir = from_json(welcome.config), Path(welcome.run_dir)
         self._config, self._run_dir = config, run_dir
         pin(config.learner.cores)
         dist.init(config.learner.device, config.learner.threads)
         assert config.model.path is not None
         self._trainer = Trainer(config, config.model.path)
         self._checkpointer = Checkpointer(run_dir / "checkpoints", config.checkpoint)
-        self._step = self._checkpointer.load_latest(self._trainer)
+        self._step = self._checkpointer.load_latest(self._trainer, welcome.step)
         self._trainer.self_test()
         if self._rank == 0:
             self._publisher = Publisher(config, self._hub)

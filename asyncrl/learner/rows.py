@@ -3,8 +3,10 @@
 A token is trained if the policy sampled it, it is not the first of its segment, its episode has a reward, and
 its lag is within the limit; its log-prob comes from the hidden state one position before. Everything else is
 context. On the CPU, sequences of a row that begin with the same prompt share its tokens: a group's prompt is
-computed once (the attention repeats it, see `asyncrl.learner.attention`). Counting comes before weighting: `read` counts the trained tokens, the caller sums the counts over the
-ranks, and `build` turns them into weights.
+computed once, and only the attention repeats it (`asyncrl.learner.attention`).
+
+Counting comes before weighting: `read` counts the trained tokens, the caller sums the counts over the ranks, and
+`build` turns them into weights.
 
 Called by `asyncrl.learner.update`. Numpy until the last step, no communication.
 """

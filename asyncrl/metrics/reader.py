@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.schema import SCHEMA_VERSION
+from asyncrl.settings import UsageError
 
 BUSY_S = 5.0
 FINAL_STATES = ("trained", "filtered", "failed")
 
 
-class RunNotFound(FileNotFoundError):
+class RunNotFound(UsageError, FileNotFoundError):
     """There is no readable run in the folder."""
 
 
