@@ -97,9 +97,9 @@ def _draw(config: Config, environment: Environment, tasks: int) -> list[Task]:
             break
     if not drawn:
         raise UsageError(
-            f"there is nothing to evaluate: {tasks} tasks of the eval split of environment {config.env.name!r} "
-            f'(env.args = {config.env.args!r}) were asked for, and it gave none. Its task("eval", 0) must return a '
-            f"task, and at least 1 must be asked for (--tasks, or eval.tasks)"
+            f"there is nothing to evaluate: the first {tasks} tasks of the eval split were asked for, and "
+            f"environment {config.env.name!r} (env.args = {config.env.args!r}) gave none; its task('eval', 0) "
+            f"must return a task, and at least 1 must be asked for (--tasks, or eval.tasks)"
         )
     return drawn
 

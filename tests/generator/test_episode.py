@@ -1,0 +1,367 @@
+"""One episode: its turns, its token record, its chunks, and what the environment may do wrong.
+
+The engine recites fixed answers, so that every token and sequence number is known in advance; the tokenizer,
+the chat template, the record and the episode loop are the real ones.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncrl.chat import ChatFormat
+from asyncrl.config import Config
+from asyncrl.envs.base import Message, Start, Step
+from asyncrl.generator.engines.base import Delta, SamplingParams
+from asyncrl.generator.episode import EpisodeRunner, World
+from asyncrl.generator.record import TokenRecord
+from asyncrl.messages import Chunk, EpisodeEnd, Lease, Prefix, Span, Task
+from asyncrl.toy import write_tokenizer
+
+VERSION = 5
+DELTA = 3
+QUESTION: list[Message] = [{"role": "user", "content": "1+1="}]
+DONE = Step(done=True, rewards={"right": 1.0})
+MORE = Step(done=False, rewards={"polite": 0.25}, messages=[{"role": "user", "content": "and?"}])
+
+
+class Reciter:
+    """An engine that knows what it will say in each turn, and goes on from wherever the prompt breaks off."""
+
+    def __init__(self, turns: Sequence[list[int]], header: int) -> None:
+        self.turns, self.header = turns, header
+        self.requests: list[tuple[list[int], SamplingParams]] = []
+
+    async def generate(self, rid: str, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[Delta]:
+        ids = list(prompt_ids)
+        self.requests.append((ids, params))
+        said = ids[::-1].index(self.header)
+        rest = self.turns[ids.count(self.header) - 1][said:][: params.max_tokens]
+        finish = "stop" if rest[-1] in params.stop_token_ids else "length"
+        assert finish == "stop" or len(rest) == params.max_tokens
+        for begin in range(0, len(rest), DELTA):
+            await asyncio.sleep(0)
+            part = rest[begin : begin + DELTA]
+            last = begin + DELTA >= len(rest)
+            yield Delta(part, [-0.5] * len(part), VERSION, finish if last else None)  # type: ignore[arg-type]
+
+
+class Talk:
+    """An episode that answers with fixed steps; `wrong` replaces its methods, as in `{"step": function}`."""
+
+    def __init__(self, steps: Iterable[Any], wrong: dict[str, Callable[..., Any]]) -> None:
+        self.steps, self.heard, self.closed = list(steps), [], 0
+        vars(self).update(wrong)
+
+    async def reset(self, task: Task) -> Start:
+        return Start(messages=task.prompt)
+
+    async def step(self, message: Message) -> Step:
+        self.heard.append(message["content"])
+        return self.steps[len(self.heard) - 1]
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+@dataclass
+class Played:
+    """An episode that is over, and all that left it."""
+
+    prompt: list[int]
+    record: TokenRecord = field(default_factory=TokenRecord)
+    chunks: list[tuple[Chunk, list[int], list[float]]] = field(default_factory=list)
+    ends: list[EpisodeEnd] = field(default_factory=list)
+    envs: list[Talk] = field(default_factory=list)
+    requests: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+
+    def chunk(self, chunk: Chunk, tokens: list[int], logprobs: list[float]) -> None:
+        assert chunk.n == len(tokens) == len(logprobs) > 0
+        self.chunks.append((chunk, list(tokens), list(logprobs)))
+
+    def end(self, end: EpisodeEnd) -> None:
+        # What cannot be encoded would be the end of the generator.
+        self.ends.append(msgspec.msgpack.decode(msgspec.msgpack.encode(end), type=EpisodeEnd))
+
+    @property
+    def result(self) -> tuple[str, float | None, int]:
+        assert len(self.ends) == 1
+        return self.ends[0].status, self.ends[0].reward, self.ends[0].turns
+
+    def check_chunks(self, first: int = 0) -> None:
+        """Sequence numbers have no gap, the end has the next one, and the chunks spell the record."""
+        count = len(self.chunks)
+        assert [chunk.seq for chunk, _, _ in self.chunks] == list(range(first, first + count))
+        assert self.ends[0].seq == first + count
+        sent = [token for _, tokens, _ in self.chunks for token in tokens]
+        assert sent == list(self.record.ids)[len(self.record.ids) - len(sent) :]
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return ChatFormat(folder)
+
+
+Play = Callable[..., Any]
+
+
+@pytest.fixture
+def play(chat: ChatFormat) -> Play:
+    """Runs one episode: what the model says ("." ends a turn), what the environment answers, and the limits."""
+
+    async def run(
+        says: Sequence[str],
+        steps: Iterable[Any] = (),
+        wrong: dict[str, Callable[..., Any]] | None = None,
+        make: Callable[[], Any] | None = None,
+        cut: Played | None = None,
+        chunks: int = 0,
+        **limits: Any,
+    ) -> Played:
+        settings = {"max_tokens": 16, "max_model_len": 256, "max_turns": 4, "timeout_s": 20.0} | limits
+        config = Config.model_validate(
+            {
+                "sampling": {"max_tokens": settings["max_tokens"]},
+                "generator": {"max_model_len": settings["max_model_len"]},
+                "env": {"max_turns": settings["max_turns"], "timeout_s": settings["timeout_s"]},
+            }
+        )
+        prompt = chat.prompt_ids(QUESTION)
+        played = Played(prompt)
+
+        class Environment:
+            def task(self, split: str, index: int) -> Task:
+                raise AssertionError("an episode has its task from its lease")
+
+            def make(self) -> Talk:
+                played.envs.append(Talk(steps, wrong or {}))
+                return make() if make else played.envs[-1]
+
+        turns = [chat.encode(text.removesuffix(".")) + [chat.end_id] * text.endswith(".") for text in says]
+        engine = Reciter(turns, prompt[-1])
+        played.requests = engine.requests
+        prefix = Prefix()
+        if cut is not None:
+            known = cut.chunks[:chunks]
+            prefix = Prefix([Span(chunk.n, chunk.version, chunk.sampled) for chunk, _, _ in known], chunks)
+            tokens = np.array([t for _, some, _ in known for t in some], np.int32).tobytes()
+            logprobs = np.array([x for _, _, some in known for x in some], np.float32).tobytes()
+            played.record = TokenRecord.from_prefix(prefix, tokens, logprobs)
+        lease = Lease(7, 3, Task("t", QUESTION), seed=11, prefix=prefix)
+        world = World(config, Environment(), chat, engine, played)  # type: ignore[arg-type]
+        await EpisodeRunner(world, lease, played.record).run()
+        return played
+
+    return run
+
+
+# ---- turns -----------------------------------------------------------------------------------------
+
+
+async def test_a_turn_that_stops_is_rewarded_and_completes_the_episode(play: Play, chat: ChatFormat) -> None:
+    played = await play(["2 I guess."], [DONE])
+    assert played.result == ("completed", 1.0, 1)
+    assert played.envs[0].heard == ["2 I guess"]
+    assert played.envs[0].closed == 1
+    sampled = [*chat.encode("2 I guess"), chat.end_id]
+    assert list(played.record.ids) == played.prompt + sampled
+    assert played.record.spans == [Span(len(played.prompt), -1, False)] + [
+        Span(n, VERSION, True) for n in (3, 3, 3, 1)
+    ]
+    assert played.chunks[0][2] == [0.0] * len(played.prompt)
+    assert played.chunks[1][2] == [-0.5] * 3
+    (ids, params) = played.requests[0]
+    assert (ids, params.max_tokens, params.seed) == (played.prompt, 16, 11)
+    played.check_chunks()
+
+
+async def test_a_turn_cut_at_max_tokens_is_rewarded_and_truncated(play: Play) -> None:
+    played = await play(["twenty-two"], [DONE], max_tokens=4)
+    assert played.result == ("truncated_length", 1.0, 1)
+    assert played.envs[0].heard == ["twen"]
+    played.check_chunks()
+
+
+async def test_a_turn_cut_by_the_context_is_rewarded_and_truncated(play: Play, chat: ChatFormat) -> None:
+    room = len(chat.prompt_ids(QUESTION)) + 5
+    played = await play(["twenty-two"], [DONE], max_tokens=room - 1, max_model_len=room)
+    assert played.result == ("truncated_context", 1.0, 1)
+    assert played.envs[0].heard == ["twent"]
+    assert len(played.record.ids) == room
+    played.check_chunks()
+
+
+async def test_a_prompt_that_fills_the_context_is_given_to_neither_engine_nor_environment(play: Play) -> None:
+    played = await play(["no"], [DONE], max_tokens=1, max_model_len=4)
+    assert played.result == ("truncated_context", None, 0)
+    assert played.requests == []
+    assert played.envs[0].heard == []
+    played.check_chunks()
+
+
+async def test_a_suffix_that_fills_the_context_leaves_the_earlier_rewards(play: Play, chat: ChatFormat) -> None:
+    room = len(chat.prompt_ids(QUESTION)) + 4
+    played = await play(["ab."], [MORE], max_tokens=4, max_model_len=room)
+    assert played.result == ("truncated_context", 0.25, 1)
+    played.check_chunks()
+
+
+async def test_later_turns_are_appended_as_suffixes_of_the_sampled_ids(play: Play, chat: ChatFormat) -> None:
+    played = await play(["two.", "sure."], [MORE, DONE])
+    assert played.result == ("completed", 1.25, 2)
+    assert played.envs[0].heard == ["two", "sure"]
+    first = [*chat.encode("two"), chat.end_id]
+    talk = [*QUESTION, {"role": "assistant", "content": "two"}, *MORE.messages]
+    whole = chat.prompt_ids(talk)
+    assert whole[: len(played.prompt + first)] == played.prompt + first
+    assert list(played.record.ids) == [*whole, *chat.encode("sure"), chat.end_id]
+    suffix = len(whole) - len(played.prompt) - len(first)
+    assert [(span.n, span.sampled) for span in played.record.spans] == [
+        (len(played.prompt), False), (3, True), (1, True), (suffix, False), (3, True), (2, True)
+    ]  # fmt: skip
+    assert played.requests[1][0] == whole
+    played.check_chunks()
+
+
+async def test_more_turns_than_max_turns_truncate_the_episode(play: Play) -> None:
+    played = await play(["a.", "b.", "c."], [MORE] * 3, max_turns=2)
+    assert played.result == ("truncated_turns", 0.5, 2)
+    assert len(played.requests) == 2
+    played.check_chunks()
+
+
+@pytest.mark.parametrize("chunks", range(7))
+async def test_an_episode_cut_after_any_chunk_goes_on_as_if_nothing_had_happened(play: Play, chunks: int) -> None:
+    script: tuple[Any, Any] = (["two.", "sure."], [MORE, DONE])
+    whole = await play(*script)
+    assert len(whole.chunks) == 6
+    resumed = await play(*script, cut=whole, chunks=chunks)
+    assert [(c.seq, c.sampled, tokens) for c, tokens, _ in resumed.chunks] == [
+        (c.seq, c.sampled, tokens) for c, tokens, _ in whole.chunks[chunks:]
+    ]
+    assert resumed.ends == whole.ends
+    assert resumed.envs[0].heard == ["two", "sure"]
+    assert list(resumed.record.ids) == list(whole.record.ids)
+    resumed.check_chunks(first=chunks)
+
+
+async def test_a_turn_resumed_midway_samples_only_what_max_tokens_leaves(play: Play) -> None:
+    whole = await play(["twenty-two"], [DONE], max_tokens=8)
+    resumed = await play(["twenty-two"], [DONE], cut=whole, chunks=2, max_tokens=8)
+    assert [params.max_tokens for _, params in resumed.requests] == [8 - DELTA]
+    assert resumed.result == whole.result == ("truncated_length", 1.0, 1)
+
+
+# ---- rewards ---------------------------------------------------------------------------------------
+
+
+async def test_a_missing_reward_is_no_reward_of_zero(play: Play) -> None:
+    assert (await play(["2."], [Step(done=True, rewards={"judge": None})])).result == ("completed", None, 1)
+    assert (await play(["2."], [Step(done=True)])).result == ("completed", None, 1)
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), np.float32(0.5), "0.5", np.array(0.5)])
+async def test_a_reward_of_any_numeric_type_becomes_a_plain_float(play: Play, value: Any) -> None:
+    played = await play(["2."], [Step(done=True, rewards={"right": value})])
+    assert played.result == ("completed", 0.5, 1)
+
+
+@pytest.mark.parametrize("value", ["good", float("nan"), float("-inf"), [1.0], np.float64("nan")])
+async def test_a_reward_that_is_no_number_fails_the_episode_and_is_named(play: Play, value: Any) -> None:
+    played = await play(["2."], [Step(done=True, rewards={"right": value})])
+    assert played.result[:2] == ("failed_environment", None)
+    assert played.ends[0].detail == f"reward 'right' = {value!r} is no number"
+
+
+# ---- the fault boundary ----------------------------------------------------------------------------
+
+
+async def raise_later(*_: Any) -> Any:
+    raise KeyError("lost")
+
+
+def raise_now(*_: Any) -> Any:
+    raise KeyError("lost")
+
+
+async def wait_forever(*_: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+async def return_text(*_: Any) -> Any:
+    return "text"
+
+
+def return_at_once(*_: Any) -> Any:
+    return DONE
+
+
+async def give_malformed_messages(*_: Any) -> Any:
+    return Start(messages=[{"content": "no role"}])
+
+
+async def give_no_messages(*_: Any) -> Any:
+    return Step(done=False, messages=None)  # type: ignore[arg-type]
+
+
+async def give_no_rewards(*_: Any) -> Any:
+    return Step(done=True, rewards=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "detail"),
+    [
+        ("reset", raise_later, "reset raised KeyError: 'lost'"),
+        ("reset", raise_now, "reset raised KeyError: 'lost'"),
+        ("reset", return_text, "reset returned str, not Start"),
+        ("reset", return_at_once, "write it as `async def reset`"),
+        ("reset", give_malformed_messages, "the chat template, given reset's messages, raised"),
+        ("step", raise_later, "step raised KeyError: 'lost'"),
+        ("step", raise_now, "step raised KeyError: 'lost'"),
+        ("step", return_text, "step returned str, not Step"),
+        ("step", return_at_once, "write it as `async def step`"),
+        ("step", give_no_messages, "the chat template, given step's messages, raised"),
+        ("step", give_no_rewards, "reading step's rewards raised"),
+    ],
+)
+async def test_whatever_a_method_does_wrong_fails_its_own_episode_only(
+    play: Play, method: str, wrong: Callable[..., Any], detail: str
+) -> None:
+    played = await play(["2."], [DONE], wrong={method: wrong})
+    assert played.result[:2] == ("failed_environment", None)
+    assert detail in played.ends[0].detail
+    assert played.envs[0].closed == 1
+    played.check_chunks()
+
+
+@pytest.mark.parametrize(("make", "detail"), [(raise_now, "make raised KeyError"), (lambda: 3, "reset raised")])
+async def test_an_environment_that_cannot_be_made_fails_the_episode(
+    play: Play, make: Callable[[], Any], detail: str
+) -> None:
+    played = await play(["2."], [DONE], make=make)
+    assert played.result == ("failed_environment", None, 0)
+    assert detail in played.ends[0].detail
+    assert played.ends[0].seq == 0
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+async def test_an_environment_that_does_not_answer_in_time_fails_the_episode(play: Play, method: str) -> None:
+    played = await play(["2."], [DONE], wrong={method: wait_forever}, timeout_s=0.05)
+    assert played.result[:2] == ("failed_time", None)
+    assert played.ends[0].detail == f"{method} did not answer within env.timeout_s = 0.05 s"
+    assert played.envs[0].closed == 1
+
+
+@pytest.mark.parametrize("wrong", [raise_later, raise_now, wait_forever, return_at_once])
+async def test_a_failure_to_close_leaves_the_result(
+    play: Play, wrong: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    played = await play(["2."], [DONE], wrong={"close": wrong}, timeout_s=0.05)
+    assert played.result == ("completed", 1.0, 1)
+    assert "environment of episode 3 failed to close" in capsys.readouterr().out
