@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 Message = dict[str, Any]
+PROMPTS_KEPT = 1024
+"""Rendered prompts that are remembered."""
 _PROBE = "probe-of-the-end-of-turn"
 
 
@@ -32,6 +34,7 @@ class ChatFormat:
         from transformers import PreTrainedTokenizerFast
 
         self._path = Path(path).expanduser()
+        self._prompts: dict[str, list[int]] = {}
         if not (self._path / "tokenizer.json").is_file():
             raise FileNotFoundError(
                 f"model.path = {str(path)!r}: no tokenizer.json there; it must be a Hugging Face folder "
@@ -53,7 +56,13 @@ class ChatFormat:
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """The ids of a conversation, up to and including the header of the assistant's next turn."""
-        return self._encode(self._render(messages, tools, True))
+        # The episodes of a group begin with one prompt, and rendering it costs as much as a turn of a tiny model.
+        key = json.dumps([messages, tools], default=str)
+        if key not in self._prompts:
+            if len(self._prompts) >= PROMPTS_KEPT:
+                self._prompts.clear()
+            self._prompts[key] = self._encode(self._render(messages, tools, True))
+        return list(self._prompts[key])
 
     def suffix_ids(
         self,

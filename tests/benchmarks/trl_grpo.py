@@ -1,9 +1,10 @@
 """Against TRL's GRPOTrainer: the same tiny model, task, batch, group size, token limits, and both cores.
 
 TRL runs in an environment of its own (`--python`, with trl 1.16 and asyncrl installed), one process with two
-threads; asyncrl runs its usual processes. Two tasks: short sums, and answers of log-normal length (8 to 240
-tokens). The learning rate is tiny, so that neither model changes what it is measured on. The first third of the
-steps is warm-up. TRL's loss is its default, without a KL term; both train once on each episode.
+threads. asyncrl runs its usual processes, one generator and one learner rank, with max_lag 4. Two tasks: short
+sums, and answers of log-normal length (8 to 240 tokens). The learning rate is tiny, so that neither model changes
+what it is measured on. The first third of the steps is warm-up. TRL's loss is its default, without a KL term;
+both train once on each episode.
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install -c constraints.txt trl==1.16.0 .
     python tests/benchmarks/trl_grpo.py --python /tmp/trl/bin/python [--json FILE] [--steps 30]
@@ -40,6 +41,7 @@ def ours(model: Path, task: dict, steps: int, folder: Path, extra: list[str]) ->
     command += ["--env", task["env"], "--steps", str(steps), "--learner.lr", str(LR), "--algo.filter", "none"]
     command += ["--train.groups_per_step", str(GROUPS), "--train.group_size", str(GROUP_SIZE)]
     command += ["--sampling.max_tokens", str(task["max_tokens"]), "--checkpoint.every", str(10 * steps)]
+    command += ["--generator.count", "1", "--staleness.max_lag", "4"]
     command += ["--generator.max_model_len", str(task["context"]), *extra]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=1800)
     with RunReader(folder / "ours") as reader:
