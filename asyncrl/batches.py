@@ -40,4 +40,4 @@ class BatchDesk:
         logprobs = np.concatenate([held[i].logprobs for i in ids]) if ids else np.empty(0, np.float32)
         spans = [list(held[i].spans) for i in ids]
         batch = Batch(wanted.step, sealed.batch_id, list(sealed.episodes), mine, spans)
-        return batch, [memoryview(tokens).cast("B"), memoryview(logprobs).cast("B")]
+        return batch, [tokens.data.cast("B"), logprobs.data.cast("B")]

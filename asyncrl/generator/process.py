@@ -88,7 +88,8 @@ class GeneratorProcess:
         self._control.send(Hello("generator", self._name, self._incarnation, os.getpid()))
         try:
             async with asyncio.timeout(start_timeout_s):
-                await asyncio.wait({self._welcome, self._exit}, return_when=asyncio.FIRST_COMPLETED)
+                first: set[asyncio.Future[Any]] = {self._welcome, self._exit}
+                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             print(f"{self._name}: no answer from the hub within {start_timeout_s:g} s", flush=True)
             return 1

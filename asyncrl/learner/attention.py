@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,8 +54,11 @@ class Segments:
 
     def to(self, device: torch.device) -> Segments:
         """The same segments on another device."""
-        moved = (t.to(device) for t in (self.gather, self.real, self.place, self.copies, self.copied))
-        return Segments(self.bounds.to(device), self.longest, *moved, self.blocks)
+        moved = {
+            name: getattr(self, name).to(device)
+            for name in ("bounds", "gather", "real", "place", "copies", "copied")
+        }
+        return replace(self, **moved)
 
 
 def segments(lengths: Sequence[int], owner: np.ndarray | None = None) -> Segments:
