@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import time
 from collections.abc import Coroutine, Sequence
 from functools import partial
@@ -44,7 +45,6 @@ from asyncrl.messages import (
     Applied,
     Checkpointed,
     Chunks,
-    Failure,
     Heartbeat,
     Hello,
     Lease,
@@ -157,6 +157,8 @@ class Hub:
             case Ready(epoch, _):
                 self._roster.ready(name, epoch, now)
             case Applied():
+                cost = {"version": message.version, "pause_s": message.pause_s, "transfer_s": message.transfer_s}
+                self._record(records.event(now, name, "weights_applied", json.dumps(cost)))
                 self._scheduler.generator_version(name, message.version)
                 self._roster.applied(name, message, now)
             case TransferFailed():
@@ -172,11 +174,9 @@ class Hub:
             case StepFailed(step, batch_id, reason):
                 self._fail(f"step {step} was not applied: {reason}; batch {batch_id} is kept in run.db")
             case Checkpointed(step, path):
-                self._record(records.event(now, name, "checkpoint", f"step {step}: {path}"))
+                self._record(records.checkpoint(now, step, path))
             case ProcessEvent():
                 self._on_process_event(message, now)
-            case Failure(source, what, detail):
-                self._record(records.event(now, source, what, detail))
             case Shutdown(reason, status):
                 self._shutdown(reason, status)
             case _:

@@ -50,11 +50,6 @@ class EpisodeStatus(StrEnum):
         """Whether the episode is dropped instead of trained."""
         return self.value.startswith("failed")
 
-    @property
-    def is_truncated(self) -> bool:
-        """Whether a limit, not the environment, ended the episode."""
-        return self.value.startswith("truncated")
-
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """A run of consecutive tokens of one episode that share version and origin."""
@@ -365,18 +360,10 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Empty: only begin to stop. `finished`, `stopped` or `failed`: record that and exit; everybody else has."""
 
 
-class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """Any process to hub: an event for the journal."""
-
-    name: str
-    what: str
-    detail: str = ""
-
-
 Message = (
     Hello | Welcome | Rehello | Heartbeat | Lease | Revoke | Stop | Refused | Chunks | Ack | NextBatch
     | Batch | StepDone | StepFailed | Checkpointed | Offer | Prepare | Ready | Go | Applied
-    | TransferFailed | Sent | Resync | ProcessEvent | Shutdown | Failure
+    | TransferFailed | Sent | Resync | ProcessEvent | Shutdown
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -17,7 +17,6 @@ from asyncrl.schema import SCHEMA_VERSION
 from asyncrl.settings import UsageError
 
 BUSY_S = 5.0
-FINAL_STATES = ("trained", "filtered", "failed")
 
 
 class RunNotFound(UsageError, FileNotFoundError):

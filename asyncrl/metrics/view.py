@@ -157,7 +157,7 @@ class Feed:
         for event in self._reader.events(self._event_id):
             self._event_id = event.id
             self._deaths[event.source] += event.what == "died"
-            if event.what not in ("started", "ended", "checkpoint"):
+            if event.what not in ("started", "ended", "checkpoint", "weights_applied"):
                 self._last_event = f"{event.source} {event.what} {event.detail}".strip()
 
 
