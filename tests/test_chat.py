@@ -134,4 +134,4 @@ def test_it_does_not_import_torch(folder: Path) -> None:
         f"chat = ChatFormat({str(folder)!r}); chat.prompt_ids([dict(role='user', content='1')])\n"
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=120).returncode == 0

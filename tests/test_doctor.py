@@ -99,4 +99,4 @@ def test_a_check_that_crashes_is_a_finding_and_the_others_go_on(tmp_path: Path, 
 @pytest.mark.parametrize("heavy", ["torch", "transformers"])
 def test_it_imports_nothing_heavy(tmp_path: Path, heavy: str) -> None:
     code = f"import sys, asyncrl.doctor as d; d.doctor({str(tmp_path)!r}); sys.exit({heavy!r} in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=120).returncode == 0

@@ -181,7 +181,8 @@ def test_two_runs_that_make_it_at_once_both_get_a_whole_model(tmp_path: Path) ->
     )
     text = _config(tmp_path / "cache", warm_steps=0).model_dump_json()
     makers = [
-        subprocess.Popen([sys.executable, "-c", code, text], stdout=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen([sys.executable, "-P", "-c", code, text], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
     ]
     paths = {maker.communicate(timeout=120)[0].splitlines()[-1] for maker in makers}
     assert [maker.returncode for maker in makers] == [0, 0]

@@ -76,7 +76,11 @@ def test_tasks_are_the_same_in_another_process_with_another_hash_seed() -> None:
         "print([make(operators='+-', seed=3).task(s, i).prompt for s in ('train', 'eval') for i in range(20)])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONHASHSEED": "77"}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-P", "-c", code],
+        env={"PYTHONHASHSEED": "77"},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     here = [make(operators="+-", seed=3).task(s, i).prompt for s in ("train", "eval") for i in range(20)]
     assert done.stdout.strip() == str(here)

@@ -70,7 +70,7 @@ def test_every_name_has_a_function_and_every_function_a_name():
 def test_the_parts_that_the_hub_imports_do_not_load_torch():
     parts = "asyncrl.trainers.presets, asyncrl.trainers.filters, asyncrl.trainers.shaping, asyncrl.packing"
     code = f"import sys, {parts}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

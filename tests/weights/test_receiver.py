@@ -187,5 +187,5 @@ asyncio.run(main())
 
 def test_a_stuck_transfer_does_not_hold_up_the_exit() -> None:
     store = open_store(HOST, 3.0)  # Its time limit in the process is 60 s, the default.
-    done = subprocess.run([sys.executable, "-c", STUCK, str(store.port)], timeout=40, capture_output=True)
+    done = subprocess.run([sys.executable, "-P", "-c", STUCK, str(store.port)], timeout=40, capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
