@@ -69,6 +69,16 @@ def test_a_killed_process_loses_no_episode(start, victim: str) -> None:
 def test_episodes_of_a_killed_generator_continue_from_their_prefixes(start) -> None:
     run = start("--sampling.max_tokens", "48", "--generator.chunk_tokens", "2")
     run.wait_for_step(3)
+    for _ in range(40):
+        # Stopped, it holds what it holds: kill it only in the middle of episodes.
+        run.kill("generator-1", signal.SIGSTOP)
+        time.sleep(0.2)
+        with run.reader() as reader:
+            held = reader._one("SELECT count(*) FROM lease WHERE state = 'active' AND generator = 'generator-1'")
+        if held:
+            break
+        run.kill("generator-1", signal.SIGCONT)
+        time.sleep(0.02)
     run.kill("generator-1")
     assert run.wait() == 0, run.output()
     with run.reader() as reader:
