@@ -23,13 +23,12 @@ the supervisor, or by hand with `asyncrl hub --run runs/<name> --port 5555`.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import time
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import zmq
 
@@ -65,11 +64,10 @@ from asyncrl.messages import (
     TransferFailed,
     Welcome,
 )
-from asyncrl.process import EXIT_STOP_RUN
+from asyncrl.process import EXIT_STOP_RUN, hold_run
 from asyncrl.recovery import restore
 from asyncrl.roster import Note, Published, Restart, Roster, Send
 from asyncrl.scheduler import Grant, Rules, Scheduler, Verdict
-from asyncrl.settings import UsageError
 from asyncrl.trainers.filters import group_filter
 from asyncrl.transport import AsyncSocket
 
@@ -85,7 +83,7 @@ class Hub:
     def __init__(self, run_dir: Path, port: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._started = time.time() - self._loop.time()
-        self._lock = _lock(run_dir)
+        self._lock = hold_run(run_dir)
         self._journal = journal = Journal.open(run_dir / "run.db")
         self._run_dir = run_dir
         self._config_json = journal.get("config_json")
@@ -481,21 +479,6 @@ class Hub:
         elif error is not None:
             print(f"hub: {task.get_name()} failed: {error!r}", flush=True)
             self._leave(1)
-
-
-def _lock(run_dir: Path) -> TextIO:
-    """Makes sure that this is the run's only hub; the kernel lets go of the lock when the process ends.
-
-    Raises:
-        UsageError: another hub has it.
-    """
-    lock = (run_dir / "hub.lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise UsageError(f"{run_dir} is being run by another hub; stop that one first") from None
-    return lock
 
 
 def _frames_fit(message: Chunks, frames: list[memoryview]) -> bool:

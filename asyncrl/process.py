@@ -1,15 +1,18 @@
 """What every process of a run does at its start: its death is tied to its parent, its cores are pinned.
 
-Also the exit codes that the supervisor reads. No torch, no sockets. Called by `asyncrl.cli` in children of
-the supervisor, before anything heavy is imported.
+Also the lock that makes a hub the only one of its run, and the exit codes that the supervisor reads. No torch, no
+sockets. Called by `asyncrl.cli`, the hub, the generators and the learner ranks.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
 import sys
+from pathlib import Path
+from typing import TextIO
 
 EXIT_USAGE = 2
 """Bad input or a refused peer: restarting would not help."""
@@ -45,3 +48,20 @@ def pin(cores: list[int]) -> None:
     if missing:
         raise ValueError(f"cores {sorted(missing)} do not exist here; available are {sorted(available)}")
     os.sched_setaffinity(0, cores)
+
+
+def hold_run(run_dir: Path) -> TextIO:
+    """Makes sure that this is the run's only hub; the kernel lets go of the lock when the process ends.
+
+    Raises:
+        UsageError: another hub has it.
+    """
+    from asyncrl.settings import UsageError  # Imports pydantic, which `asyncrl --help` must not wait for.
+
+    lock = (run_dir / "hub.lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise UsageError(f"{run_dir} is being run by another hub; stop that one first") from None
+    return lock

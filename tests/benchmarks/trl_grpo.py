@@ -6,8 +6,8 @@ sums, and answers of log-normal length (8 to 240 tokens). The learning rate is t
 what it is measured on. The first third of the steps is warm-up. TRL's loss is its default, without a KL term;
 both train once on each episode.
 
-    python -m venv /tmp/trl && /tmp/trl/bin/pip install -c constraints.txt trl==1.16.0 .
-    python tests/benchmarks/trl_grpo.py --python /tmp/trl/bin/python [--json FILE] [--steps 30]
+    python -m venv trl-venv && trl-venv/bin/pip install -c constraints.txt trl==1.16.0 .
+    python tests/benchmarks/trl_grpo.py --python trl-venv/bin/python [--json FILE] [--steps 30]
 """
 
 from __future__ import annotations
