@@ -66,7 +66,7 @@ from asyncrl.messages import (
 )
 from asyncrl.process import EXIT_STOP_RUN, hold_run
 from asyncrl.recovery import restore
-from asyncrl.roster import Note, Published, Restart, Roster, Send
+from asyncrl.roster import Note, Published, Restart, Roster, Send, Skipped, Unusable
 from asyncrl.scheduler import Grant, Rules, Scheduler, Verdict
 from asyncrl.trainers.filters import group_filter
 from asyncrl.transport import AsyncSocket
@@ -377,6 +377,13 @@ class Hub:
                     self._scheduler.published(version)
                     self._record(records.version(version, now, seconds, nbytes))
                     self._changed()
+                case Skipped(version, names):
+                    for name in names:
+                        self._scheduler.generator_version(name, version)
+                    self._scheduler.published(version)
+                    self._changed()
+                case Unusable(reason):
+                    self._fail(reason)
                 case Restart(name, reason):
                     self._after(partial(self._send_to, name, Stop(reason, restart=True)))
 

@@ -275,7 +275,10 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     version: int
     store_host: str
     store_port: int
+    """0: no group is built (shared memory)."""
     buckets: list[list[TensorMeta]]
+    addresses: list[str] = []
+    """Shared memory only: where the buckets lie, and last the trailer that proves them."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
@@ -289,6 +292,8 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     world_size: int
     backend: str
     buckets: list[list[TensorMeta]]
+    addresses: list[str] = []
+    """See `Offer`."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -323,6 +328,8 @@ class TransferFailed(msgspec.Struct, frozen=True, tag="transfer_failed"):
     epoch: int
     version: int
     reason: str
+    refused: bool = False
+    """The version itself is at fault (damaged, not finite, for another model): do not send it again."""
 
 
 class Sent(msgspec.Struct, frozen=True, tag="sent"):

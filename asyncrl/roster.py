@@ -32,6 +32,11 @@ a restarted hub never reuses one.
 Blame: when a round fails, members that stayed silent are blamed; if none did and none died, those that
 reported the failure. Who has failed is served in a round apart from those who have not, until it succeeds.
 `MAX_FAILURES` in a row, and the generator is to be restarted.
+
+A version that a member *refuses* (it arrived, but is damaged, not finite or for another model) is not sent to it
+again; the next one is. If nobody else can use it either, nobody is blamed, and nobody must wait for it: `Skipped`;
+after `MAX_FAILURES` such versions in a row the run is to be stopped. If another generator does use it, whoever
+refused it is blamed.
 """
 
 from __future__ import annotations
@@ -85,7 +90,25 @@ class Restart:
     reason: str
 
 
-Effect = Send | Note | Published | Restart
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Effect: nobody can use `version`, so these generators may do its work with the weights that they have.
+
+    Otherwise a synchronous run would wait for ever: the next version needs the work that needs this one.
+    """
+
+    version: int
+    generators: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """Effect: one version after the other is refused by every generator; the run must be stopped."""
+
+    reason: str
+
+
+Effect = Send | Note | Published | Skipped | Restart | Unusable
 
 
 def transfer_limit_s(timeout_s: float, buckets: int) -> float:
@@ -99,6 +122,10 @@ class _Generator:
     version: int
     failures: int = 0
     given_up: bool = False
+    refused: int = -1
+    """The last version that it refused."""
+    skipped: int = -1
+    """The last version that it was said to do without."""
 
 
 @dataclass(slots=True)
@@ -113,6 +140,8 @@ class _Round:
     applied: set[str] = field(default_factory=set)
     failed: dict[str, str] = field(default_factory=dict)
     """Reasons, by member."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Reasons of those to whom the version itself is at fault."""
     died: list[str] = field(default_factory=list)
     sent: Sent | None = None
     publisher_failed: str | None = None
@@ -141,6 +170,8 @@ class Roster:
         """Identity of the last group, None when it failed; `_group_key` makes it."""
         self._cost: tuple[int, float, int] = (-1, 0.0, 0)
         """Version, seconds and bytes of the last Sent."""
+        self._skipped: set[int] = set()
+        """Versions that all have refused, since one was used."""
         self._effects: list[Effect] = []
 
     # ---- what the hub asks -----------------------------------------------------------------------
@@ -182,9 +213,15 @@ class Roster:
 
     def publisher_joined(self, incarnation: str, now: float) -> None:
         """The publisher said Hello; it will offer by itself if it has weights."""
-        if self._publisher not in (None, incarnation):
+        if self._publisher == incarnation:
+            return
+        if self._publisher is not None:
             self.publisher_left(now)
         self._publisher = incarnation
+        for generator in self._generators.values():
+            generator.refused = (
+                generator.skipped
+            ) = -1  # It may bring a version that was refused once more, and sound.
 
     def publisher_left(self, now: float) -> None:
         """The publisher died: its round is cancelled, its offer void."""
@@ -250,6 +287,12 @@ class Roster:
             running.publisher_failed = failure.reason
         elif name not in running.members:
             return
+        elif failure.refused:
+            if name in running.waiting:
+                running.waiting.discard(name)
+                running.refused[name] = failure.reason
+            self._settle(now)
+            return
         elif not running.sending:
             self._blame(name, f"did not get ready: {failure.reason}")
             self._prepare_without({name}, now)
@@ -283,6 +326,9 @@ class Roster:
         """Moves on as far as possible: start or end a round, ask for an offer, announce a version."""
         running = self._round
         if running is not None and not running.waiting:
+            if running.refused and not running.sending:
+                self._prepare_without(set(), now)
+                return
             if not running.sending:
                 self._go(running, now)
             elif running.publisher_done:
@@ -294,20 +340,41 @@ class Roster:
             self._prepare(offer, self._next_members(offer), now)
         if self._round is not None or self._latest is None:
             return
-        version = self._latest.version
-        if version > self._published and any(g.version >= version for g in self._generators.values()):
+        version, behind = self._latest.version, self._behind(self._latest)
+        if any(generator.version >= version for generator in self._generators.values()):
+            self._publish(version)
+        elif not behind:
+            self._skip(version)
+        if behind and self._resync_deadline is None:
+            self._resync_deadline = now + self._timeout_s
+            self._effects.append(Send(PUBLISHER, Resync(f"behind version {version}: {', '.join(behind)}")))
+
+    def _publish(self, version: int) -> None:
+        if version > self._published:
             self._published = version
             seconds, nbytes = self._cost[1:] if self._cost[0] == version else (0.0, 0)
             self._effects.append(Published(version, seconds, nbytes))
-        if self._resync_deadline is None and (behind := self._behind(self._latest)):
-            self._resync_deadline = now + self._timeout_s
-            self._effects.append(Send(PUBLISHER, Resync(f"behind version {version}: {', '.join(behind)}")))
+            self._skipped.clear()
+
+    def _skip(self, version: int) -> None:
+        """Nobody uses the version and nobody wants it: whoever has refused it must do without."""
+        names = [name for name, g in sorted(self._generators.items()) if g.refused == version != g.skipped]
+        if not names:
+            return
+        for name in names:
+            self._generators[name].skipped = version
+        self._effects.append(Skipped(version, tuple(names)))
+        if version not in self._skipped:
+            self._skipped.add(version)
+            if len(self._skipped) == MAX_FAILURES:
+                text = f"{MAX_FAILURES} versions of the weights in a row were refused by every generator"
+                self._effects.append(Unusable(f"{text}; the last is version {version}"))
 
     def _behind(self, offer: Offer) -> tuple[str, ...]:
         return tuple(
             name
             for name, generator in sorted(self._generators.items())
-            if generator.version < offer.version and not generator.given_up
+            if generator.version < offer.version and generator.refused != offer.version and not generator.given_up
         )
 
     def _next_members(self, offer: Offer) -> tuple[str, ...]:
@@ -338,13 +405,16 @@ class Roster:
                 world_size=len(members) + 1,
                 backend=self._backend,
                 buckets=offer.buckets,
+                addresses=offer.addresses,
             )
             self._effects.append(Send(name, prepare))
 
     def _prepare_without(self, names: set[str], now: float) -> None:
-        """PREPARE failed for some members: again for the others, as a new group."""
+        """PREPARE failed for some members, or was refused: again for the others, as a new group."""
         running, self._round, self._group = self._round, None, None
         assert running is not None
+        self._note_refusals(running)
+        names = names | running.refused.keys()
         self._prepare(running.offer, tuple(name for name in running.members if name not in names), now)
         self._settle(now)
 
@@ -359,7 +429,8 @@ class Roster:
         """Ends SENDING, at its deadline or before, and blames for what failed."""
         running, self._round = self._round, None
         assert running is not None
-        if running.sent is not None and len(running.applied) == len(running.members):
+        self._note_refusals(running)
+        if running.sent is not None and len(running.applied) + len(running.refused) == len(running.members):
             return
         self._group = None
         told = [f"{name} (silent)" for name in sorted(running.waiting)]
@@ -374,6 +445,23 @@ class Roster:
             guilty = list(running.failed)
         for name in guilty:
             self._blame(name, running.failed.get(name, "was silent during the transfer"))
+
+    def _note_refusals(self, running: _Round) -> None:
+        """What a version's refusal means for those who refused it."""
+        if not running.refused:
+            return
+        self._group = None
+        version = running.offer.version
+        used = any(generator.version >= version for generator in self._generators.values())
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in sorted(running.refused.items()):
+            by_reason.setdefault(reason, []).append(name)
+            if name in self._generators:
+                self._generators[name].refused = version
+            if used:
+                self._blame(name, f"refused what others use: {reason}")
+        told = [f"refused by {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+        self._effects.append(Note("version_refused", "; ".join(told)))
 
     def _cancel(self, reason: str) -> None:
         running, self._round, self._group = self._round, None, None

@@ -11,7 +11,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncrl.config import Config
 from asyncrl.messages import Applied, Go, Offer, Prepare, Resync, Sent, TensorMeta, TransferFailed
-from asyncrl.roster import MAX_FAILURES, Effect, Note, Published, Restart, Roster, Send, transfer_limit_s
+from asyncrl.roster import (
+    MAX_FAILURES,
+    Effect,
+    Note,
+    Published,
+    Restart,
+    Roster,
+    Send,
+    Skipped,
+    Unusable,
+    transfer_limit_s,
+)
 
 TIMEOUT_S = 8.0
 CONFIG = Config.model_validate({"weights": {"timeout_s": TIMEOUT_S}})
@@ -63,6 +74,16 @@ class Desk:
         for name in names:
             self.roster.applied(name, make_applied(epoch, version), self.now)
         return epoch
+
+    def refuse(self, version: int, refusing: tuple[str, ...], applying: tuple[str, ...] = ()) -> None:
+        """A round in which some find the version at fault. Leaves the effects of its end."""
+        epoch = next(iter(self.offer(version).values()))[0].epoch
+        self.ready(epoch, *refusing, *applying)
+        self.roster.sent(Sent(epoch, version, 0.5, 24), self.now)
+        for name in applying:
+            self.roster.applied(name, make_applied(epoch, version), self.now)
+        for name in refusing:
+            self.roster.failed(name, TransferFailed(epoch, version, "w is not finite", refused=True), self.now)
 
     def run_out(self) -> None:
         """Time passes until the next deadline."""
@@ -251,6 +272,87 @@ def test_failures_count_in_a_row_only() -> None:
     assert not [effect for effect in desk.effects() if isinstance(effect, Restart)]
 
 
+def test_a_version_that_all_refuse_is_skipped_and_nobody_is_blamed() -> None:
+    desk = Desk("a", "b")
+    for bad in range(1, 2 * MAX_FAILURES, 2):
+        desk.refuse(bad, ("a", "b"))
+        note = Note("version_refused", "refused by a, b: w is not finite")
+        assert desk.effects() == [note, Skipped(bad, ("a", "b"))], "it is asked for again, or somebody is blamed"
+        assert desk.roster.next_deadline() is None
+        desk.roster.offer(make_offer(bad), desk.now)
+        assert desk.effects() == [Send("publisher", Go(desk.roster._epoch, bad))], "it was sent once more"
+        desk.complete(bad + 1, "a", "b")
+        assert desk.effects() == [Published(bad + 1, 0.5, 24)]
+
+
+def test_one_unusable_version_after_the_other_ends_the_run() -> None:
+    desk = Desk("a", "b")
+    for bad in range(1, MAX_FAILURES + 1):
+        assert not any(isinstance(effect, Unusable) for effect in desk.effects())
+        desk.refuse(bad, ("a", "b"))
+    (end,) = [effect for effect in desk.effects() if isinstance(effect, Unusable)]
+    assert (
+        end.reason == "3 versions of the weights in a row were refused by every generator; the last is version 3"
+    )
+
+
+def test_who_keeps_refusing_what_others_use_is_restarted() -> None:
+    desk = Desk("a", "b")
+    desk.refuse(1, ("b",), ("a",))
+    for version in range(2, MAX_FAILURES + 1):
+        effects = desk.effects()
+        assert not [effect for effect in effects if isinstance(effect, Restart)]
+        assert not [
+            effect for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Resync)
+        ]
+        desk.complete(version, "a")  # From now on b is served in a round of its own, after a.
+        desk.refuse(version, ("b",))
+    (restart,) = [effect for effect in desk.effects() if isinstance(effect, Restart)]
+    assert restart.name == "b"
+    assert restart.reason.endswith("refused what others use: w is not finite")
+
+
+def test_a_version_that_does_not_fit_is_refused_before_anything_is_sent() -> None:
+    desk = Desk("a", "b", "c")
+    epoch = desk.offer(1)["a"][0].epoch
+    desk.ready(epoch, "b")
+    for name in ("a", "c"):
+        desk.roster.failed(name, TransferFailed(epoch, 1, "w is [5]", refused=True), desk.now)
+    effects = desk.effects()
+    assert effects[0] == Note("version_refused", "refused by a, c: w is [5]")
+    assert [(effect.to, type(effect.message)) for effect in effects[1:]] == [("b", Prepare)]
+    desk.roster.failed("b", TransferFailed(epoch + 1, 1, "w is [5]", refused=True), desk.now)
+    assert desk.effects() == [
+        Note("version_refused", "refused by b: w is [5]"),
+        Send("publisher", Go(epoch + 1, 1)),
+        Skipped(1, ("a", "b", "c")),
+    ]
+
+
+def test_a_joiner_that_refuses_too_does_without_as_well() -> None:
+    desk = Desk("a")
+    desk.refuse(1, ("a",))
+    desk.effects()
+    desk.roster.generator_joined("b", "i1", 0, desk.now)
+    assert desk.sends(Resync).keys() == {"publisher"}
+    desk.refuse(1, ("b",))
+    assert desk.effects() == [Note("version_refused", "refused by b: w is not finite"), Skipped(1, ("b",))]
+
+
+def test_a_new_publisher_may_bring_a_refused_version_once_more() -> None:
+    desk = Desk("a")
+    desk.refuse(1, ("a",))
+    desk.effects()
+    desk.roster.publisher_joined("p2", desk.now)
+    assert desk.offer(1).keys() == {"a"}
+
+
+def test_where_the_weights_lie_is_passed_on() -> None:
+    desk = Desk("a")
+    desk.roster.offer(Offer(1, "", 0, BUCKETS, ["/proc/1/fd/3", "/proc/1/fd/4", "/proc/1/fd/5"]), desk.now)
+    assert desk.sends(Prepare)["a"][0].addresses == ["/proc/1/fd/3", "/proc/1/fd/4", "/proc/1/fd/5"]
+
+
 def test_a_publisher_that_does_not_offer_is_asked_again() -> None:
     desk = Desk("a")
     desk.complete(1, "a")
@@ -304,12 +406,14 @@ class Process:
     version: int = 0
     prepared: Prepare | None = None
     going: list[Go] = field(default_factory=list)
+    refused: set[int] = field(default_factory=set)
 
 
 class HostileWorld(RuleBasedStateMachine):
     """Processes die, fail, answer late or not at all, in any order; messages to the dead are lost."""
 
     names = st.sampled_from(["a", "b", "c"])
+    deeds = st.sampled_from(["works", "fails", "refuses"])
 
     @initialize()
     def start(self) -> None:
@@ -335,6 +439,10 @@ class HostileWorld(RuleBasedStateMachine):
                 assert effect.version > self.last_published
                 assert any(process.version >= effect.version for process in self.live.values())
                 self.last_published = effect.version
+            elif isinstance(effect, Skipped):
+                for name, process in self.live.items():
+                    assert process.version < effect.version
+                    assert effect.version in process.refused or name not in effect.generators
             elif isinstance(effect, Restart):
                 assert effect.name in self.live
                 self.restarted.append(effect.name)
@@ -435,29 +543,34 @@ class HostileWorld(RuleBasedStateMachine):
             self.roster.failed("publisher", TransferFailed(go.epoch, go.version, "no"), self.now)
         self.take()
 
-    @rule(name=names, works=st.booleans())
-    def generator_acts_on_prepare(self, name: str, works: bool) -> None:
+    @rule(name=names, deed=deeds)
+    def generator_acts_on_prepare(self, name: str, deed: str) -> None:
         process = self.live.get(name)
         if process is None or process.prepared is None:
             return
         epoch, version = process.prepared.epoch, process.prepared.version
-        if works:
+        if deed == "works":
             self.roster.ready(name, epoch, self.now)
         else:
-            self.roster.failed(name, TransferFailed(epoch, version, "not now"), self.now)
+            self.fail(name, process, epoch, version, deed)
         self.take()
 
-    @rule(name=names, works=st.booleans())
-    def generator_acts_on_go(self, name: str, works: bool) -> None:
+    def fail(self, name: str, process: Process, epoch: int, version: int, deed: str) -> None:
+        if deed == "refuses":
+            process.refused.add(version)
+        self.roster.failed(name, TransferFailed(epoch, version, "bad", deed == "refuses"), self.now)
+
+    @rule(name=names, deed=deeds)
+    def generator_acts_on_go(self, name: str, deed: str) -> None:
         process = self.live.get(name)
         if process is None or not process.going:
             return
         go = process.going.pop(0)
-        if works:
+        if deed == "works":
             process.version = max(process.version, go.version)
             self.roster.applied(name, make_applied(go.epoch, go.version), self.now)
         else:
-            self.roster.failed(name, TransferFailed(go.epoch, go.version, "broken"), self.now)
+            self.fail(name, process, go.epoch, go.version, deed)
         self.take()
 
     @rule(seconds=st.floats(0.0, 3 * TIMEOUT_S))
@@ -505,9 +618,9 @@ class HostileWorld(RuleBasedStateMachine):
     def act_honestly(self) -> bool:
         process = self.live["a"]
         if process.going:
-            self.generator_acts_on_go("a", True)
+            self.generator_acts_on_go("a", "works")
         elif process.prepared is not None:
-            self.generator_acts_on_prepare("a", True)
+            self.generator_acts_on_prepare("a", "works")
             process.prepared = process.prepared if self.live["a"].going else None
         elif self.gos:
             self.publisher_acts_on_go(True)

@@ -1,8 +1,12 @@
 """Buckets: how a set of named tensors lies in flat byte buffers, and the snapshot that fills them.
 
 Whole tensors go into a bucket, in order, each at a multiple of 16 bytes, zeros between; a tensor larger than the
-limit has a bucket of its own. Both sides derive every offset from the `TensorMeta` lists alone. No sockets, no
-process groups: called by the publisher (snapshot) and by the receiver (staging).
+limit has a bucket of its own. Both sides derive every offset from the `TensorMeta` lists alone.
+
+Buffers are always shared host memory (`asyncrl.weights.shared`), wherever the weights come from and go to: on a
+GPU they would double the weights there, on both sides, and no other process could map them.
+
+No sockets, no process groups: called by the publisher (snapshot) and by the receiver (staging).
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from asyncrl.messages import TensorMeta
+from asyncrl.weights.shared import SharedBuffer
 
 ALIGN = 16
 """Bytes. A view as another dtype needs an offset that is a multiple of its item size; int64 sums need 8."""
@@ -51,9 +56,14 @@ def plan(metas: Iterable[TensorMeta], limit_bytes: int) -> list[list[TensorMeta]
     return buckets
 
 
-def allocate(buckets: Buckets, device: torch.device) -> list[torch.Tensor]:
-    """A zeroed uint8 buffer for each bucket."""
-    return [torch.zeros(sum(map(_padded, bucket)), dtype=torch.uint8, device=device) for bucket in buckets]
+def size_of(bucket: Iterable[TensorMeta]) -> int:
+    """Bytes of the buffer that holds a bucket."""
+    return sum(map(_padded, bucket))
+
+
+def allocate(buckets: Buckets) -> list[SharedBuffer]:
+    """A zeroed buffer for each bucket."""
+    return [SharedBuffer(size_of(bucket)) for bucket in buckets]
 
 
 def views(buffers: Sequence[torch.Tensor], buckets: Buckets) -> list[tuple[str, torch.Tensor]]:
@@ -76,12 +86,16 @@ def checksum(buffer: torch.Tensor) -> torch.Tensor:
 class Snapshot:
     """A copy of one version of the weights. Its buffers are allocated by the first `fill` and then reused."""
 
-    def __init__(self, limit_bytes: int, device: torch.device) -> None:
+    def __init__(self, limit_bytes: int) -> None:
         self.version = -1
         self.buckets: list[list[TensorMeta]] = []
         self.buffers: list[torch.Tensor] = []
+        self.trailer = torch.empty(0, dtype=torch.int64)
+        """What proves a copy of the buffers once `seal` was called: the version, and a checksum of each."""
+        self.addresses: list[str] = []
+        """Of the buffers, and last of the trailer."""
         self._limit_bytes = limit_bytes
-        self._device = device
+        self._shared: list[SharedBuffer] = []
         self._views: list[tuple[str, torch.Tensor]] = []
 
     @property
@@ -96,10 +110,9 @@ class Snapshot:
             ValueError: the set differs from the first one in a name, dtype, shape or in length.
         """
         if not self.buffers:
-            weights = [(name, tensor.detach().clone()) for name, tensor in weights]
-            self.buckets = plan((meta_of(*pair) for pair in weights), self._limit_bytes)
-            self.buffers = allocate(self.buckets, self._device)
-            self._views = views(self.buffers, self.buckets)
+            weights = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in weights]
+            self._allocate(plan((meta_of(*pair) for pair in weights), self._limit_bytes))
+        self.trailer[0] = -1  # Whoever still copies the version that was here finds out.
         expected = iter(self._views)
         for name, tensor in weights:
             known, view = next(expected, ("the end", tensor))
@@ -111,10 +124,21 @@ class Snapshot:
             view.copy_(tensor.detach())
         if (missing := next(expected, None)) is not None:
             raise ValueError(f"weights changed between versions: the walk ended before {missing[0]}")
-        if self._device.type == "cuda":
-            # The thread that sends has a stream of its own.
-            torch.cuda.synchronize(self._device)
         self.version = version
+
+    def seal(self) -> None:
+        """Writes the trailer, unless it has been written since `fill`."""
+        if self.trailer[0] != self.version:
+            self.trailer[1:] = torch.stack([checksum(buffer) for buffer in self.buffers])
+            self.trailer[0] = self.version  # Last: it says that the sums are complete.
+
+    def _allocate(self, buckets: list[list[TensorMeta]]) -> None:
+        trailer = SharedBuffer(8 * (1 + len(buckets)))
+        self.buckets, self._shared = buckets, [*allocate(buckets), trailer]
+        self.buffers = [shared.tensor for shared in self._shared[:-1]]
+        self.trailer = trailer.tensor.view(torch.int64)
+        self.addresses = [shared.address for shared in self._shared]
+        self._views = views(self.buffers, buckets)
 
 
 def _nbytes(meta: TensorMeta) -> int:

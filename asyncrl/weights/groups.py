@@ -2,8 +2,8 @@
 
 It is outside torch's default group: raw `ProcessGroupGloo` and `ProcessGroupNCCL` objects over a TCPStore that
 the publisher hosts, so generators come and go without touching the learner's own groups. It knows neither
-versions nor buckets. Called by the publisher's thread (rank 0) and by a receiver's transfer thread (rank 1..);
-everything here blocks, and everything has a time limit.
+versions nor buckets. Called by a publisher's broadcast thread (rank 0) and by a receiver's transfer thread
+(rank 1..); everything here blocks, and everything has a time limit but for the first broadcast over NCCL.
 
 What torch 2.13 really does, measured, and what follows from it:
 
@@ -19,8 +19,15 @@ What torch 2.13 really does, measured, and what follows from it:
 * A TCPStore master listens on all interfaces unless it is handed a listening socket, and Gloo binds to what the
   host name resolves to unless it is handed a device. Both are handed the address that the run uses.
 * Dropping the last reference to a Gloo group closes its connections within milliseconds.
-* NCCL's watchdog kills the *process* on a time-out unless blocking wait is on when the group is made. (Stated by
-  torch's documentation; the NCCL branch has not been run with two GPUs.)
+
+What torch's documentation and sources say of NCCL (no NCCL group has been run, not on one GPU either):
+
+* Building the group object meets nobody. The communicator is built in the *first broadcast*, within the call
+  itself, and that is where a missing member or a GPU that is two ranks shows. The members' wait for rank 0's id
+  has the store's time limit, but rank 0's wait for the members has none of ours, only NCCL's own. So both sides
+  run it in daemon threads, for which they wait at most `roster.transfer_limit_s`, and leave it behind then.
+* Its watchdog kills the *process* on a time-out unless blocking wait is on when the group is made.
+* `abort()` may itself block until the group's time limit: an event loop calls it at the end of the process only.
 """
 
 from __future__ import annotations
@@ -28,7 +35,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,6 +43,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from asyncrl.weights.ring import ring_for
 
 ROLL_CALL_S = 1.0
 """Time that the ranks of a failed group get to show that they are alive."""
@@ -90,7 +99,7 @@ def local_address(host: str, port: int) -> str:
 
 
 class Group:
-    """The group of `spec`; building it is collective. Used by one thread.
+    """The group of `spec`; building it is collective, or with NCCL its first broadcast. One thread at a time.
 
     Raises:
         GroupError: a member did not come within `spec.timeout_s`, or the store cannot be reached.
@@ -98,6 +107,7 @@ class Group:
 
     def __init__(self, spec: GroupSpec, store: dist.TCPStore | None = None) -> None:
         self.spec = spec
+        self.ring = ring_for(spec.backend)
         self._limit = timedelta(seconds=spec.timeout_s)
         self._pg: Any = None  # torch's stubs do not know the methods of raw groups.
         self._store: dist.PrefixStore | None = None
@@ -108,11 +118,15 @@ class Group:
         except (RuntimeError, OSError) as error:
             raise self._fail("could not be built", error, started) from error
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Sends a contiguous tensor from rank 0 to all others, in place; returns when it is there.
+    def begin(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Begins to send a contiguous tensor from rank 0 to all others, in place.
+
+        Returns:
+            A function, to be called once, that waits until it is there. It raises GroupError if that failed or
+            took longer than `spec.timeout_s`; the group is closed then.
 
         Raises:
-            GroupError: it failed or took longer than `spec.timeout_s`; the group is closed.
+            GroupError: it could not even begin (NCCL: its communicator could not be built); the group is closed.
         """
         if self._pg is None:
             raise GroupError(f"group of epoch {self.spec.epoch} is closed")
@@ -122,9 +136,18 @@ class Group:
         options.timeout = self._limit
         started = time.monotonic()
         try:
-            self._pg.broadcast([tensor], options).wait()
+            # In a list, so that no variable holds it once it has failed: it would keep the connections open.
+            works = [self._pg.broadcast([tensor], options)]
         except RuntimeError as error:
             raise self._fail("failed in a broadcast", error, started) from error
+
+        def wait() -> None:
+            try:
+                works.pop().wait()
+            except RuntimeError as error:
+                raise self._fail("failed in a broadcast", error, started) from error
+
+        return wait
 
     def close(self) -> None:
         """Closes the connections; the peers' pending collectives fail. Idempotent."""

@@ -1,7 +1,8 @@
-"""The learner's end of weight transfers: rank 0 keeps a snapshot of the newest weights and broadcasts it.
+"""The learner's end of weight transfers: rank 0 keeps a snapshot of the newest weights and hands it out.
 
 It decides nothing (the hub's roster does) and gathers nothing: the learner's ranks walk `trainer.weights()`
-together, and rank 0 walks it through `Publisher.offer`. All that blocks happens in one thread.
+together, and rank 0 walks it through `Publisher.offer`. All that blocks happens in the publisher's thread, and a
+broadcast, which may never end, in a daemon thread of its own for which that one waits.
 
     learner's main thread            ┊ publisher thread
     offer(version, weights)          ┊
@@ -11,14 +12,19 @@ together, and rank 0 walks it through `Publisher.offer`. All that blocks happens
                                      ┊  ──Sent, TransferFailed──▶ hub; then the pending one, if there is one
                                      ┊  ◀──Resync: Offer of the serving snapshot once more
 
-There are two snapshots, reused for ever. The serving one stays until a newer one replaces it, so that a joiner
-can be served at any time. At most one waits: a newer `offer` overwrites a pending one that was not offered yet,
-so a slow network skips versions instead of holding up the learner.
+With `weights.backend = shm` there is no group and nothing to broadcast: the Offer says where the snapshot lies,
+the members copy it themselves, and Sent follows Go at once.
+
+There are two snapshots, in shared host memory, reused for ever. The serving one stays until a newer one replaces
+it, so that a joiner can be served at any time. At most one waits: a newer `offer` overwrites a pending one that
+was not offered yet, so a slow network skips versions instead of holding up the learner. (With `shm` a member may
+still copy a snapshot that is needed for a newer version: the checksums tell it, and it gets the newer one.)
 
 | waits for                | who              | limit                                                        |
 |--------------------------|------------------|--------------------------------------------------------------|
 | Go after an Offer        | publisher thread | `weights.timeout_s`, then Hello and Offer again (idempotent) |
-| a group, a broadcast     | publisher thread | `weights.timeout_s` each                                     |
+| a group, a broadcast     | a thread of its  | `weights.timeout_s` each; where the backend does not keep it |
+|                          | own, a daemon    | (NCCL's first broadcast) `roster.transfer_limit_s` for all   |
 | the last offer's answer  | close()          | its argument                                                 |
 """
 
@@ -29,15 +35,17 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import closing
+from concurrent.futures import Future
+from contextlib import closing, suppress
 from urllib.parse import urlsplit
 
 import torch
 import zmq
+from torch.distributed import TCPStore
 
 from asyncrl.config import Config
 from asyncrl.messages import Go, Hello, Message, Offer, Refused, Rehello, Resync, Sent, TransferFailed
-from asyncrl.roster import PUBLISHER
+from asyncrl.roster import PUBLISHER, transfer_limit_s
 from asyncrl.transport import Client
 from asyncrl.weights.buckets import Snapshot
 from asyncrl.weights.groups import Group, GroupError, GroupSpec, local_address, open_store
@@ -51,14 +59,12 @@ class Publisher:
 
     def __init__(self, config: Config, hub: str) -> None:
         """Connects to `hub` ("tcp://host:port") and starts the thread."""
-        on_cuda = config.weights_backend == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         limit_bytes = int(config.weights.bucket_mb * 2**20)
-        self._shelf = _Shelf(Snapshot(limit_bytes, device), Snapshot(limit_bytes, device))
-        self._wake: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self._shelf = _Shelf(Snapshot(limit_bytes), Snapshot(limit_bytes))
         address = f"inproc://publisher-{secrets.token_hex(8)}"
-        self._wake.bind(address)
-        self._sender = _Sender(config, hub, address, self._shelf, device)
+        self._sender = _Sender(config, hub, address, self._shelf)
+        self._wake: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self._wake.connect(address)
         self._thread = threading.Thread(target=self._sender.run, name="publisher", daemon=True)
         self._thread.start()
 
@@ -76,7 +82,7 @@ class Publisher:
         snapshot = self._shelf.take_spare()
         snapshot.fill(version, weights)
         self._shelf.put_pending(snapshot)
-        self._wake.send(_WAKE)
+        self._tell(_WAKE)
 
     def check(self) -> None:
         """Raises RuntimeError if the publisher's thread has failed."""
@@ -90,11 +96,16 @@ class Publisher:
             RuntimeError: the publisher's thread has failed.
         """
         if not self._wake.closed:
-            self._wake.send(_CLOSE)
+            self._tell(_CLOSE)
             self._thread.join(timeout_s)
             # The thread is a daemon: one that is stuck in a broadcast does not hold up the exit.
             self._wake.close(linger=0)
         self.check()
+
+    def _tell(self, what: bytes) -> None:
+        # A thread that has ended takes nothing, and a send would wait for it for ever; `check` says why it ended.
+        with suppress(zmq.Again):
+            self._wake.send(what, zmq.DONTWAIT)
 
 
 class _Shelf:
@@ -132,29 +143,35 @@ class _Shelf:
 
 
 class _Sender:
-    """The publisher's thread: one loop over three sockets, and every collective."""
+    """The publisher's thread: one loop over three sockets, which waits for every broadcast."""
 
-    def __init__(self, config: Config, hub: str, wake: str, shelf: _Shelf, device: torch.device) -> None:
+    def __init__(self, config: Config, hub: str, wake: str, shelf: _Shelf) -> None:
         self.error: BaseException | None = None
-        self._hub, self._wake_address = hub, wake
+        self._hub = hub
         self._shelf = shelf
-        self._device = device
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._backend = config.weights_backend
         self._timeout_s = config.weights.timeout_s
         self._incarnation = secrets.token_hex(4)
         hub_url = urlsplit(hub)
         self._host = local_address(hub_url.hostname or "127.0.0.1", hub_url.port or 1)
-        self._store = open_store(self._host, self._timeout_s)
+        self._store = open_store(self._host, self._timeout_s) if self._backend != "shm" else None
         self._group: Group | None = None
         self._serving: Snapshot | None = None
         self._asked_at: float | None = None
         """When the offer was sent that waits for its Go; None: no offer waits."""
         self._closing = False
+        # Bound before the thread starts, so that no wake-up is lost; last, so that no failure leaves it open.
+        self._wake: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+        self._wake.bind(wake)
 
     def run(self) -> None:
         """The thread's body; its failure is kept for the main thread."""
         try:
-            with closing(Client(self._hub, f"{PUBLISHER}/{self._incarnation}")) as self._client:
+            with (
+                closing(self._wake),
+                closing(Client(self._hub, f"{PUBLISHER}/{self._incarnation}")) as self._client,
+            ):
                 self._loop()
         except BaseException as error:
             self.error = error
@@ -163,25 +180,21 @@ class _Sender:
                 self._group.close()
 
     def _loop(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        wake: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         # The hub is greeted now and whenever a connection is made, so a restarted hub knows this process at
         # once. (The first connection may have been made before the monitor could see it.)
         monitor = self._client.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         poller = zmq.Poller()
-        for socket in (wake, monitor, self._client.socket):
+        for socket in (self._wake, monitor, self._client.socket):
             poller.register(socket, zmq.POLLIN)
-        with closing(wake), closing(monitor):
-            wake.connect(self._wake_address)
+        with closing(monitor):
             self._greet()
             while not self._closing or self._asked_at is not None or self._shelf.has_pending():
                 ready = dict(poller.poll(self._wait_ms()))
                 if monitor in ready:
                     monitor.recv_multipart()
                     self._greet()
-                if wake in ready:
-                    self._closing |= wake.recv() == _CLOSE
+                if self._wake in ready:
+                    self._closing |= self._wake.recv() == _CLOSE
                     self._offer_pending()
                 if self._client.socket in ready and (received := self._client.receive(0)):
                     self._on_message(received[0])
@@ -218,9 +231,12 @@ class _Sender:
 
     def _offer(self) -> None:
         self._serving = serving = self._shelf.serve()
-        if serving is not None:
-            self._asked_at = time.monotonic()
-            self._client.send(Offer(serving.version, self._host, self._store.port, serving.buckets))
+        if serving is None:
+            return
+        serving.seal()
+        self._asked_at = time.monotonic()
+        port, addresses = (0, serving.addresses) if self._store is None else (self._store.port, [])
+        self._client.send(Offer(serving.version, self._host, port, serving.buckets, addresses))
 
     def _on_go(self, go: Go) -> None:
         serving = self._serving
@@ -232,22 +248,48 @@ class _Sender:
         if not go.members:
             return
         started = time.perf_counter()
-        try:
-            send(self._group_for(go), serving)
-        except GroupError as error:
-            self._group = None
-            self._client.send(TransferFailed(go.epoch, go.version, str(error)))
-            return
+        if self._store is not None:
+            try:
+                self._broadcast(go, self._store, serving)
+            except GroupError as error:
+                self._group = None
+                self._client.send(TransferFailed(go.epoch, go.version, str(error)))
+                return
         seconds = time.perf_counter() - started
         self._client.send(Sent(go.epoch, go.version, seconds, serving.nbytes))
 
-    def _group_for(self, go: Go) -> Group:
-        spec = GroupSpec(
-            self._backend, self._host, self._store.port, go.epoch, 0, tuple(go.members), self._timeout_s
-        )
-        if self._group is None or self._group.spec != spec:
-            if self._group is not None:
-                self._group.close()
-            self._group = None
-            self._group = Group(spec, self._store)
-        return self._group
+    def _broadcast(self, go: Go, store: TCPStore, serving: Snapshot) -> None:
+        """Sends a snapshot in a thread, which is given up with its group when nothing else ends it.
+
+        Raises:
+            GroupError: a member is gone or too slow.
+        """
+        spec = GroupSpec(self._backend, self._host, store.port, go.epoch, 0, tuple(go.members), self._timeout_s)
+        held, self._group = self._group, None
+        limit_s = transfer_limit_s(self._timeout_s, len(serving.buckets))
+        done: Future[Group] = Future()
+
+        def run() -> None:
+            group = held
+            try:
+                if self._device is not None:
+                    torch.cuda.set_device(self._device)  # A thread starts with the first one.
+                if group is None or group.spec != spec:
+                    if group is not None:
+                        group.close()
+                    group = None
+                    group = Group(spec, store)
+                send(group, serving)
+                done.set_result(group)
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=run, name=f"broadcast-{go.epoch}-{go.version}", daemon=True).start()
+        try:
+            self._group = done.result(limit_s)
+        except TimeoutError as error:
+            members = ", ".join(go.members)
+            raise GroupError(
+                f"{self._backend} broadcast of version {go.version} to {members} did not end within {limit_s:g} s "
+                "and was given up; lower weights.timeout_s if that is too long"
+            ) from error

@@ -1,14 +1,17 @@
 """A generator's end of weight transfers: gets ready, receives beside the decoding, applies in one pause.
 
 It decides nothing (the hub's roster does) and does not touch the engine before a whole version has arrived and
-its checksums fit. `asyncrl.generator.process` calls `handle` in a task of its own for each Prepare and Go.
-This module imports torch only in the transfer thread, so that the process can pin its cores before.
+passed all checks (`asyncrl.weights.checks`): a version that cannot be used is refused, and nothing else happens.
+One receipt for each generator, whatever its engine: the staging buffers are shared memory, which an engine's own
+processes can map. `asyncrl.generator.process` calls `handle` in a task of its own for each Prepare and Go.
+This module imports torch only in threads of their own, so that the process can pin its cores before.
 
     event loop                                          ┊ transfer thread (a daemon, one per transfer)
-    hub ──Prepare──▶ handle ──Ready──▶ hub              ┊
-    hub ──Go──▶ handle ── starts ───────────────────────▶ builds the group if the epoch is new,
+    hub ──Prepare──▶ handle ────────────────────────────▶ (a pool thread) does it fit the engine's model?
+                   ├─▶ Ready, or TransferFailed ──▶ hub ┊
+    hub ──Go──▶ handle ── starts ───────────────────────▶ builds the group if the epoch is new (or none: shm),
                    │  (episodes go on)                  ┊ receives buckets into staging buffers,
-                   │◀────────────────────────────────────  compares checksums: tensors, or an error
+                   │◀────────────────────────────────────  checks them: staged weights, or an error
                    ├─▶ await engine.update (the only pause)
                    └─▶ Applied, or TransferFailed ──▶ hub
 
@@ -16,6 +19,7 @@ This module imports torch only in the transfer thread, so that the process can p
     |-------------------------|------------------------------------------|-----------------------------|
     | the transfer thread     | the broadcast; a Prepare of a new epoch  | `roster.transfer_limit_s`   |
     | Ready: an update at work| the engine                               | the hub's, for Ready        |
+    | Ready: model's layout   | reading config.json, once                | the hub's, for Ready        |
 
 A thread in a Gloo collective cannot be woken. When a newer epoch begins it is abandoned, with the buffers it may
 still write to; it ends at the collective's own time limit, and being a daemon it never holds up the exit.
@@ -36,7 +40,8 @@ from asyncrl.messages import Applied, Go, Message, Prepare, Ready, TransferFaile
 from asyncrl.roster import transfer_limit_s
 
 if TYPE_CHECKING:
-    from asyncrl.weights.transfer import Inbox, NamedTensors
+    from asyncrl.messages import TensorMeta
+    from asyncrl.weights.transfer import Inbox
 
 
 class _Superseded(Exception):
@@ -49,6 +54,10 @@ class Receiver:
     def __init__(self, config: Config, engine: Engine, send: Callable[[Message], object]) -> None:
         self._timeout_s = config.weights.timeout_s
         self._kv = config.weights.kv
+        self._model, self._dtype = config.model.path, config.model.dtype
+        self._expected: dict[str, TensorMeta] | None = None
+        self._announced: list[list[TensorMeta]] = []
+        """What was checked last; it does not change within a run."""
         self._engine = engine
         self._send = send
         self._prepared: Prepare | None = None
@@ -85,8 +94,31 @@ class Receiver:
         if self._transfer is not None:
             self._transfer.supersede()
         async with self._lock:
-            if self._prepared is prepare:
+            if self._prepared is not prepare:
+                return
+            try:
+                await asyncio.to_thread(self._check, prepare)
+            except Exception as error:
+                self._fail(prepare, error)
+            else:
                 self._send(Ready(prepare.epoch, prepare.version))
+
+    def _check(self, prepare: Prepare) -> None:
+        """Refuses what does not fit the engine's model. Without a model folder nothing is known of it."""
+        if self._model is None or prepare.buckets == self._announced:
+            return
+        from asyncrl.weights import checks
+
+        if self._expected is None:
+            self._expected = checks.expected(self._model, self._dtype)
+        checks.check_announced(prepare.version, prepare.buckets, self._expected)
+        self._announced = prepare.buckets
+
+    def _fail(self, what: Prepare | Go, error: Exception) -> None:
+        from asyncrl.weights.checks import DamagedWeights
+
+        reason = str(error) if isinstance(error, DamagedWeights) else f"{type(error).__name__}: {error}"
+        self._send(TransferFailed(what.epoch, what.version, reason, isinstance(error, DamagedWeights)))
 
     async def _on_go(self, go: Go) -> None:
         prepare = self._prepared
@@ -97,18 +129,18 @@ class Receiver:
         async with self._lock:
             started = time.perf_counter()
             try:
-                tensors = await self._receive(prepare, tuple(go.members))
+                staged = await self._receive(prepare, tuple(go.members))
             except _Superseded:
                 return
             except Exception as error:
                 # The fault boundary of a transfer: whatever went wrong, the engine still has its old weights.
-                self._send(TransferFailed(go.epoch, go.version, f"{type(error).__name__}: {error}"))
+                self._fail(go, error)
                 return
             transfer_s = time.perf_counter() - started
-            pause_s = await self._engine.update(StagedWeights(go.version, tensors), self._kv)
-            self._send(Applied(go.epoch, go.version, pause_s, transfer_s))
+            times = await self._engine.update(staged, self._kv)
+            self._send(Applied(go.epoch, go.version, times.pause_s, transfer_s))
 
-    async def _receive(self, prepare: Prepare, members: tuple[str, ...]) -> NamedTensors:
+    async def _receive(self, prepare: Prepare, members: tuple[str, ...]) -> StagedWeights:
         transfer = self._transfer = _Transfer(self._inbox, prepare, members, self._timeout_s)
         self._inbox = None
         limit_s = transfer_limit_s(self._timeout_s, len(prepare.buckets))
@@ -130,7 +162,7 @@ class _Transfer:
 
     def __init__(self, inbox: Inbox | None, prepare: Prepare, members: tuple[str, ...], timeout_s: float) -> None:
         self._loop = asyncio.get_running_loop()
-        self.outcome: asyncio.Future[NamedTensors] = self._loop.create_future()
+        self.outcome: asyncio.Future[StagedWeights] = self._loop.create_future()
         self.inbox = inbox
         self.ended = False
         self._arguments = (prepare, members, timeout_s)
@@ -145,26 +177,26 @@ class _Transfer:
     def abandon(self) -> None:
         """Lets go of the thread; what it holds is freed when it ends."""
         if self.inbox is not None:
-            self.inbox.abort()
+            threading.Thread(target=self.inbox.abort, name="weights-abort", daemon=True).start()  # It may block.
 
     def _run(self) -> None:
         from asyncrl.weights.transfer import Inbox
 
-        tensors, error = None, None
+        staged, error = None, None
         try:
             self.inbox = self.inbox or Inbox()
-            tensors = self.inbox.receive(*self._arguments)
+            staged = self.inbox.receive(*self._arguments)
         except Exception as failure:
             error = failure
         # When the loop is closed nobody waits any more.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._end, tensors, error)
+            self._loop.call_soon_threadsafe(self._end, staged, error)
 
-    def _end(self, tensors: NamedTensors | None, error: Exception | None) -> None:
+    def _end(self, staged: StagedWeights | None, error: Exception | None) -> None:
         self.ended = True
         if self.outcome.done():
             return
         if error is not None:
             self.outcome.set_exception(error)
-        elif tensors is not None:
-            self.outcome.set_result(tensors)
+        elif staged is not None:
+            self.outcome.set_result(staged)

@@ -127,9 +127,9 @@ class HubThread(threading.Thread):
 class Site:
     """What a test holds: the hub, processes, and waits with a limit."""
 
-    def __init__(self, nursery: Nursery, timeout_s: float, bucket_mb: float) -> None:
+    def __init__(self, nursery: Nursery, **weights: Any) -> None:
         self.nursery = nursery
-        self.config = Config.model_validate({"weights": {"timeout_s": timeout_s, "bucket_mb": bucket_mb}})
+        self.config = Config.model_validate({"weights": weights})
         self.hub = HubThread(self.config)
         self.told: dict[str, list[dict[str, Any]]] = {}
         self._publisher: Publisher | None = None
@@ -252,8 +252,8 @@ def nursery() -> Iterator[Nursery]:
 def make_site(nursery: Nursery) -> Iterator[Callable[..., Site]]:
     sites: list[Site] = []
 
-    def make(timeout_s: float = 20.0, bucket_mb: float = 0.002) -> Site:
-        sites.append(Site(nursery, timeout_s, bucket_mb))
+    def make(backend: str = "gloo", timeout_s: float = 20.0, bucket_mb: float = 0.002) -> Site:
+        sites.append(Site(nursery, backend=backend, timeout_s=timeout_s, bucket_mb=bucket_mb))
         return sites[-1]
 
     yield make
@@ -273,7 +273,7 @@ def make_weights() -> Callable[[int], list[tuple[str, torch.Tensor]]]:
 
     def make(version: int) -> list[tuple[str, torch.Tensor]]:
         gen = torch.Generator().manual_seed(version)
-        special = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45, float(version)])
+        special = torch.tensor([3.4e38, -3.4e38, -0.0, 1e-45, float(version)])
         return [
             ("embed", torch.randn(33, 7, generator=gen).to(torch.bfloat16)),
             ("scale", torch.tensor(float(version), dtype=torch.float64)),

@@ -16,6 +16,7 @@ import torch
 import zmq
 
 from asyncrl.config import Config
+from asyncrl.generator.engines.base import UpdateTimes
 from asyncrl.messages import Applied, Go, Hello, Message, Prepare, Rehello, TransferFailed
 from asyncrl.transport import AsyncSocket
 from asyncrl.weights import groups
@@ -36,27 +37,27 @@ class DigestEngine:
     def __init__(self) -> None:
         self.version, self.digest = 0, ""
 
-    async def update(self, weights, kv) -> float:
+    async def update(self, weights, kv) -> UpdateTimes:
         loop = asyncio.get_running_loop()
         started = loop.time()
         self.digest = digest_of(weights.tensors)
         self.version = weights.version
-        return loop.time() - started
+        return UpdateTimes(0.0, loop.time() - started, 0.0)
 
 
 def misbehave(how: str, version: int, broadcast: int, engine: DigestEngine) -> None:
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how]
-    original, count = groups.Group.broadcast, 0
+    original, count = groups.Group.begin, 0
 
-    def patched(self, tensor) -> None:
+    def patched(self, tensor):
         nonlocal count
         if engine.version == version - 1:
             count += 1
             if count == broadcast:
                 os.kill(os.getpid(), number)
-        original(self, tensor)
+        return original(self, tensor)
 
-    groups.Group.broadcast = patched
+    groups.Group.begin = patched
 
 
 async def main(hub: str, name: str, timeout_s: str, *trouble: str) -> None:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from asyncrl.messages import TensorMeta
 from asyncrl.weights.buckets import ALIGN, Snapshot, allocate, checksum, meta_of, plan, views
 
-CPU = torch.device("cpu")
 DTYPES = ["float32", "bfloat16", "float16", "float64", "int8", "bool"]
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=20)
 
@@ -22,7 +21,7 @@ def test_any_set_survives_the_buckets_bit_for_bit(shapes, limit, data) -> None:
     for index, shape in enumerate(shapes):
         dtype = getattr(torch, data.draw(st.sampled_from(DTYPES)))
         weights.append((f"w{index}", (torch.randn(shape) * 3).to(dtype)))
-    snapshot = Snapshot(limit, CPU)
+    snapshot = Snapshot(limit)
     snapshot.fill(1, iter(weights))
     found = views(snapshot.buffers, snapshot.buckets)
     assert [name for name, _ in found] == [name for name, _ in weights]
@@ -44,7 +43,7 @@ def test_a_bucket_is_filled_up_to_its_limit_and_not_beyond() -> None:
 
 
 def test_a_snapshot_allocates_only_once() -> None:
-    snapshot = Snapshot(64, CPU)
+    snapshot = Snapshot(64)
     weights = [("a", torch.arange(10.0)), ("b", torch.arange(40.0).bfloat16())]
     snapshot.fill(1, weights)
     before = [buffer.data_ptr() for buffer in snapshot.buffers]
@@ -56,7 +55,7 @@ def test_a_snapshot_allocates_only_once() -> None:
 
 def test_a_copy_does_not_change_with_its_source() -> None:
     source = torch.ones(8)
-    snapshot = Snapshot(64, CPU)
+    snapshot = Snapshot(64)
     snapshot.fill(1, [("a", source)])
     source.zero_()
     assert torch.equal(views(snapshot.buffers, snapshot.buckets)[0][1], torch.ones(8))
@@ -73,14 +72,14 @@ def test_a_copy_does_not_change_with_its_source() -> None:
     ],
 )
 def test_a_changed_set_is_refused_and_says_where(changed, named) -> None:
-    snapshot = Snapshot(64, CPU)
+    snapshot = Snapshot(64)
     snapshot.fill(1, [("a", torch.ones(3)), ("b", torch.ones(2))])
     with pytest.raises(ValueError, match=named):
         snapshot.fill(2, changed)
 
 
 def test_any_single_flipped_bit_changes_the_checksum() -> None:
-    (buffer,) = allocate([[meta_of("a", torch.zeros(6))]], CPU)
+    buffer = allocate([[meta_of("a", torch.zeros(6))]])[0].tensor
     buffer.copy_(torch.randint(0, 256, (32,), dtype=torch.uint8))
     right = int(checksum(buffer))
     for byte in range(32):
@@ -93,4 +92,4 @@ def test_any_single_flipped_bit_changes_the_checksum() -> None:
 
 def test_an_unknown_dtype_is_named() -> None:
     with pytest.raises(ValueError, match="tensor a has dtype 'manual_seed'"):
-        allocate([[TensorMeta("a", "manual_seed", [1])]], CPU)
+        allocate([[TensorMeta("a", "manual_seed", [1])]])
