@@ -120,7 +120,9 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
     tasks = config.eval.tasks if options.tasks is None else options.tasks
     if tasks < 1:
         parser.error(f"--tasks {tasks}: at least 1 task is needed")
-    print(report(resolved(config), str(model), tasks, as_json=options.json))
+    one = config.generator.model_copy(update={"count": 1, "gpus": []})
+    config = resolved(config.model_copy(update={"generator": one}))
+    print(report(config, str(model), tasks, as_json=options.json))
     return 0
 
 
@@ -210,7 +212,7 @@ def _hub(parser: Parser, arguments: list[str]) -> int:
     if options.run is None:
         if config.model.path is None:
             raise UsageError("the hub needs --model.path: generators and learner load the model from there")
-        config = resolved(config)
+        config = resolved(config, here=False)
         run_dir = new_run_dir(config)
         port = options.port or hub_port(config)
         create(config, run_dir)

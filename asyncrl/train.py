@@ -47,7 +47,7 @@ def resume(run_dir: Path, plain: bool) -> int:
     """
     from asyncrl.metrics.reader import RunReader
 
-    config = launch.stored(run_dir)
+    config = launch.on_this_machine(launch.stored(run_dir))
     with RunReader(run_dir) as reader:
         # A run that was killed between its last step and the export has only the export left to do.
         if reader.status == "finished" and (run_dir / "model").is_dir():

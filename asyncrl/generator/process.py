@@ -95,7 +95,12 @@ class GeneratorProcess:
             return 1
         if not self._welcome.done():
             return self._exit.result()
-        await self._open(self._welcome.result())
+        try:
+            await self._open(self._welcome.result())
+        except (ValueError, NotImplementedError, ImportError) as error:
+            # The fault boundary of the configuration: a restart would only find the same again.
+            print(f"{self._name}: the engine cannot be opened: {type(error).__name__}: {error}", flush=True)
+            return EXIT_USAGE
         self._hello()
         heartbeat = asyncio.create_task(self._heartbeats(), name="heartbeat")
         heartbeat.add_done_callback(self._watch)
@@ -112,7 +117,9 @@ class GeneratorProcess:
         self._data = AsyncSocket(zmq.DEALER, self._on_data, f"{self._name}/{self._incarnation}")
         self._data.connect(welcome.data_endpoint)
         # Loading a model takes seconds; in a thread the control socket stays alive meanwhile.
-        self._world = await asyncio.to_thread(_build_world, config, self._outbox, asyncio.get_running_loop())
+        index = int(number) if (number := self._name.rsplit("-", 1)[-1]).isdecimal() else 0
+        loop = asyncio.get_running_loop()
+        self._world = await asyncio.to_thread(_build_world, config, self._outbox, loop, index)
         self._receiver = Receiver(config, self._world.engine, self._control.send)
         print(f"{self._name}: ready with version {self._world.engine.version}", flush=True)
 
@@ -236,8 +243,8 @@ class GeneratorProcess:
 
     def _watch(self, task: asyncio.Task[Any]) -> None:
         """A task that failed for another reason than its environment means that this process is broken."""
-        if task.cancelled() or task.exception() is None:
-            return
+        if task.cancelled() or task.exception() is None or self._exit.done():
+            return  # Once the process is stopping, what it stops is no news.
         error = task.exception()
         kind = "engine died" if isinstance(error, EngineDead) else f"task {task.get_name()} failed"
         print(f"{self._name}: {kind}: {error!r}", flush=True)
@@ -253,12 +260,12 @@ class GeneratorProcess:
             self._exit.set_result(status)
 
 
-def _build_world(config: Config, outbox: Outbox, loop: asyncio.AbstractEventLoop) -> World:
+def _build_world(config: Config, outbox: Outbox, loop: asyncio.AbstractEventLoop, index: int) -> World:
     """Imports and loads what is heavy: torch, the engine, the tokenizer, the environment."""
     from asyncrl.chat import ChatFormat
     from asyncrl.envs.registry import load
     from asyncrl.generator.engines.select import open_engine
 
     assert config.model.path is not None
-    engine = open_engine(config, config.model.path, loop)
+    engine = open_engine(config, config.model.path, loop, index=index)
     return World(config, load(config.env.name, config.env.args), ChatFormat(config.model.path), engine, outbox)

@@ -185,10 +185,12 @@ class LearnerProcess:
             print(f"learner: {error}", flush=True)
             return EXIT_STOP_RUN
         finally:
-            if self._publisher is not None:
-                self._publisher.close()
-            self._link.close()
-            dist.shutdown()
+            try:
+                if self._publisher is not None:
+                    self._publisher.close()
+            finally:
+                self._link.close()
+                dist.shutdown()
         return 0
 
     def _open(self, welcome: Welcome) -> None:

@@ -10,23 +10,7 @@ import time
 
 import pytest
 
-from asyncrl.metrics.reader import RunReader
-
 pytestmark = pytest.mark.slow
-FINAL = {"trained", "filtered", "failed"}
-
-
-def _account(reader: RunReader, steps: int, episodes_per_step: int) -> None:
-    """Finished, each step once, each trained episode once, nothing live, nothing unexplained."""
-    assert reader.status == "finished"
-    assert [row.step for row in reader.steps()] == list(range(1, steps + 1))
-    states = reader.episode_states()
-    assert {state for state, _ in states} <= FINAL
-    assert all(reason for (state, reason) in states if state != "trained")
-    uses = reader.uses()
-    assert set(uses.values()) == {1}
-    assert set(uses) == reader.episode_ids("trained")
-    assert len(uses) + sum(n for (state, _), n in states.items() if state == "failed") >= steps * episodes_per_step
 
 
 def _gone(pid: int) -> bool:
@@ -38,7 +22,7 @@ def _gone(pid: int) -> bool:
         return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
 
 
-def test_a_run_trains_every_episode_once_and_leaves_no_process(start) -> None:
+def test_a_run_trains_every_episode_once_and_leaves_no_process(start, account) -> None:
     run = start()
     run.wait_for_step(2)
     names = ["hub", "learner-0", "generator-0", "generator-1"]
@@ -47,7 +31,7 @@ def test_a_run_trains_every_episode_once_and_leaves_no_process(start) -> None:
     assert run.wait() == 0, run.output()
     assert all(_gone(pid) for pid in pids)
     with run.reader() as reader:
-        _account(reader, 12, 16)
+        account(reader, 12, 16)
         lags = reader.lag_histogram()
         assert sum(count for lag, count in lags.items() if lag > 0) > 0
         assert max(lags) <= 2 + 1 + 12
@@ -55,18 +39,18 @@ def test_a_run_trains_every_episode_once_and_leaves_no_process(start) -> None:
 
 
 @pytest.mark.parametrize("victim", ["generator-0", "hub", "learner-0"])
-def test_a_killed_process_loses_no_episode(start, victim: str) -> None:
+def test_a_killed_process_loses_no_episode(start, account, victim: str) -> None:
     run = start()
     run.wait_for_step(5)
     run.kill(victim)
     assert run.wait() == 0, run.output()
     with run.reader() as reader:
-        _account(reader, 12, 16)
+        account(reader, 12, 16)
         started = [event for event in reader.events() if event.source == victim and "pid" in event.detail]
         assert len(started) == 2
 
 
-def test_episodes_of_a_killed_generator_continue_from_their_prefixes(start) -> None:
+def test_episodes_of_a_killed_generator_continue_from_their_prefixes(start, account) -> None:
     run = start("--sampling.max_tokens", "48", "--generator.chunk_tokens", "2")
     run.wait_for_step(3)
     for _ in range(40):
@@ -82,7 +66,7 @@ def test_episodes_of_a_killed_generator_continue_from_their_prefixes(start) -> N
     run.kill("generator-1")
     assert run.wait() == 0, run.output()
     with run.reader() as reader:
-        _account(reader, 12, 16)
+        account(reader, 12, 16)
         resumed = reader._one(
             "SELECT count(*) FROM (SELECT episode_id FROM lease GROUP BY episode_id HAVING count(*) > 1)"
         )
@@ -90,7 +74,7 @@ def test_episodes_of_a_killed_generator_continue_from_their_prefixes(start) -> N
     assert resumed == lapsed > 0
 
 
-def test_a_stopped_run_resumes_and_finishes(start) -> None:
+def test_a_stopped_run_resumes_and_finishes(start, account) -> None:
     run = start()
     run.wait_for_step(5)
     run.process.send_signal(signal.SIGINT)
@@ -102,10 +86,10 @@ def test_a_stopped_run_resumes_and_finishes(start) -> None:
     again = start(resume=run.dir)
     assert again.wait() == 0, again.output()
     with run.reader() as reader:
-        _account(reader, 12, 16)
+        account(reader, 12, 16)
 
 
-def test_a_killed_supervisor_leaves_no_orphans_and_the_run_resumes(start) -> None:
+def test_a_killed_supervisor_leaves_no_orphans_and_the_run_resumes(start, account) -> None:
     run = start()
     run.wait_for_step(4)
     pids = [run.pid(name) for name in ("hub", "learner-0", "generator-0", "generator-1")]
@@ -118,10 +102,10 @@ def test_a_killed_supervisor_leaves_no_orphans_and_the_run_resumes(start) -> Non
     again = start(resume=run.dir)
     assert again.wait() == 0, again.output()
     with run.reader() as reader:
-        _account(reader, 12, 16)
+        account(reader, 12, 16)
 
 
-def test_a_generator_that_hangs_in_the_middle_does_not_stop_the_others(start) -> None:
+def test_a_generator_that_hangs_in_the_middle_does_not_stop_the_others(start, account) -> None:
     run = start("--hub.lease_s", "3", "--weights.timeout_s", "3")
     run.wait_for_step(3)
     run.kill("generator-0", signal.SIGSTOP)
@@ -129,7 +113,7 @@ def test_a_generator_that_hangs_in_the_middle_does_not_stop_the_others(start) ->
     run.kill("generator-0", signal.SIGCONT)
     assert run.wait() == 0, run.output()
     with run.reader() as reader:
-        _account(reader, 12, 16)
+        account(reader, 12, 16)
 
 
 def test_a_process_that_cannot_be_kept_alive_fails_the_run_with_its_reason(start) -> None:

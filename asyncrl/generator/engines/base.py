@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from asyncrl.messages import TensorMeta
+
 KvMode = Literal["keep", "recompute"]
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -31,7 +33,51 @@ class SamplingParams:
     """Sampling any of these ends the request; the stop token is part of the output."""
     temperature: float = 1.0
     seed: int = 0
-    """With the token's position in the whole sequence it fixes the draw, whatever else is in the batch."""
+    """With the token's position in the whole sequence it fixes the draw, whatever else is in the batch.
+
+    That is the embedded engine's promise. vLLM and SGLang repeat a draw for the same seed, start and batch."""
+    adapter: str = ""
+    """Folder of a LoRA adapter to sample with; empty: the base weights. Only vLLM has adapters."""
+
+
+def check_request(
+    rid: str,
+    ids: Sequence[int],
+    params: SamplingParams,
+    max_model_len: int,
+    vocabulary: int,
+    *,
+    adapters: bool = False,
+) -> None:
+    """Refuses a request that no engine can run.
+
+    Args:
+        rid: name of the request, for the text.
+        ids: the prompt's tokens.
+        params: how it is sampled.
+        max_model_len: longest sequence, prompt included.
+        vocabulary: number of tokens that the model knows.
+        adapters: whether the engine can sample with a LoRA adapter.
+
+    Raises:
+        ValueError: what is wrong with it.
+    """
+    if not ids:
+        raise ValueError(f"request {rid!r} has an empty prompt; sampling needs at least one token to start from")
+    if len(ids) >= max_model_len:
+        raise ValueError(
+            f"request {rid!r}: a prompt of {len(ids)} tokens leaves no room for a sampled one in a context of "
+            f"{max_model_len}; raise generator.max_model_len or shorten the prompt"
+        )
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        raise ValueError(f"request {rid!r}: token ids must be in 0..{vocabulary - 1}, got {min(ids)}..{max(ids)}")
+    if params.max_tokens < 1 or not params.temperature >= 0:
+        raise ValueError(
+            f"request {rid!r}: max_tokens must be at least 1 and temperature at least 0, "
+            f"got {params.max_tokens} and {params.temperature}"
+        )
+    if params.adapter and not adapters:
+        raise ValueError(f"request {rid!r} asks for adapter {params.adapter!r}; this engine has none, vLLM has")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +111,40 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of shared memory with consecutive tensors, as `asyncrl.weights.buckets` lays them out."""
+
+    address: str
+    """What `asyncrl.weights.shared.attach` takes."""
+    tensors: Sequence[TensorMeta]
+
+
+@dataclass(frozen=True, slots=True)
 class StagedWeights:
     """A whole set of weights, received and checked, ready to be applied in one pause."""
 
     version: int
     tensors: Sequence[tuple[str, torch.Tensor]] = field(repr=False)
-    """Name (as in the Hugging Face model's `named_parameters()`) and value, tied parameters once."""
+    """Name (as in the Hugging Face model's `named_parameters()`) and value, tied ones once, in host memory."""
+    segments: Sequence[Segment] = field(default=(), repr=False)
+    """Where the same bytes can be mapped by the engine's other processes; empty: nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTimes:
+    """How long an update took, in seconds of wall clock, once the weights were staged."""
+
+    wait_s: float
+    """From the request until decoding stood still; tokens were sampled meanwhile."""
+    load_s: float
+    """Standing still: loading the weights."""
+    resume_s: float
+    """Standing still: from loaded weights until decoding could go on."""
+
+    @property
+    def pause_s(self) -> float:
+        """How long decoding stood still."""
+        return self.load_s + self.resume_s
 
 
 class StepEngine(Protocol):
@@ -137,8 +211,8 @@ class Engine(Protocol):
     async def abort(self, rids: Iterable[str] | None) -> None:
         """Ends the named requests (None: all)."""
 
-    async def update(self, weights: StagedWeights, kv: KvMode) -> float:
-        """Applies weights to the running engine; returns the seconds that decoding stood still.
+    async def update(self, weights: StagedWeights, kv: KvMode) -> UpdateTimes:
+        """Applies weights to the running engine; no request ends, and none is drained.
 
         Raises:
             EngineDead: applying failed; the engine is poisoned and its process must be restarted.
@@ -150,3 +224,9 @@ class Engine(Protocol):
 
 class EngineDead(RuntimeError):
     """The engine failed and cannot be used again; the message carries the first cause."""
+
+    def again(self) -> EngineDead:
+        """The same for another consumer: one exception must not be raised in several tasks."""
+        error = EngineDead(*self.args)
+        error.__cause__ = self.__cause__
+        return error

@@ -40,6 +40,7 @@ from asyncrl.generator.engines.base import (
     SamplingParams,
     StagedWeights,
     StepEngine,
+    UpdateTimes,
 )
 
 T = TypeVar("T")
@@ -106,7 +107,8 @@ class EngineDriver:
             while not ended:
                 delta = await self._patiently(stream.get)
                 if delta is None:
-                    raise self._death()
+                    assert self._dead is not None
+                    raise self._dead.again()
                 ended = delta.finish_reason is not None
                 yield delta
         finally:
@@ -120,15 +122,17 @@ class EngineDriver:
         numbers = [self._running[rid] for rid in names if rid in self._running]
         await self._call(lambda: self._engine.abort(numbers))
 
-    async def update(self, weights: StagedWeights, kv: KvMode) -> float:
-        """Applies weights between two steps; returns the pause in seconds. See `Engine.update`."""
+    async def update(self, weights: StagedWeights, kv: KvMode) -> UpdateTimes:
+        """Applies weights between two steps. See `Engine.update`."""
+        asked = time.perf_counter()
 
-        def load() -> float:
+        def load() -> UpdateTimes:
             start = time.perf_counter()
             self._engine.load_weights(weights, kv)
             seconds = time.perf_counter() - start
             self.stats.paused_s += seconds
-            return seconds
+            # The thread goes on with its next step by itself.
+            return UpdateTimes(start - asked, seconds, 0.0)
 
         return await self._call(load)
 
@@ -156,7 +160,7 @@ class EngineDriver:
     async def _call(self, work: Callable[[], T]) -> T:
         """Has the thread run `work` between two steps, and awaits its result."""
         if self._dead is not None:
-            raise self._death()
+            raise self._dead.again()
         future: asyncio.Future[T] = self._loop.create_future()
         self._pending.add(future)
         future.add_done_callback(self._settle)
@@ -178,8 +182,8 @@ class EngineDriver:
                     return await wait()
             except TimeoutError:
                 if beats == self._beats:
-                    self._die(EngineDead(f"the engine's thread has been silent for {self._stall_s} s; restart it"))
-                    raise self._death() from None
+                    silent = f"the engine's thread has been silent for {self._stall_s} s; restart it"
+                    raise self._die(EngineDead(silent)) from None
 
     def _answer(self, results: list[_Result]) -> None:
         """Hands out the results of commands."""
@@ -193,21 +197,15 @@ class EngineDriver:
             if stream := self._streams.get(number):
                 stream.put_nowait(delta)
 
-    def _die(self, cause: EngineDead) -> None:
-        """Ends everything that waits; the first cause stays."""
+    def _die(self, cause: EngineDead) -> EngineDead:
+        """Ends everything that waits; the first cause stays, and is returned to be raised."""
         self._dead = self._dead or cause
         for future in list(self._pending):
             if not future.done():
-                future.set_exception(self._death())
+                future.set_exception(self._dead.again())
         for stream in self._streams.values():
             stream.put_nowait(None)
-
-    def _death(self) -> EngineDead:
-        """A new exception for each consumer, with the first cause."""
-        assert self._dead is not None
-        error = EngineDead(*self._dead.args)
-        error.__cause__ = self._dead.__cause__
-        return error
+        return self._dead.again()
 
     # ---- the thread's side ----------------------------------------------------------------------
 
@@ -264,7 +262,7 @@ class EngineDriver:
         stats.live, stats.queued = self._engine.occupancy()
         return deltas
 
-    def _to_loop(self, callback: Callable[..., None], *args: Any) -> None:
+    def _to_loop(self, callback: Callable[..., object], *args: Any) -> None:
         # A loop that has been closed has nobody left to tell.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *args)

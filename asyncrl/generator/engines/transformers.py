@@ -20,7 +20,14 @@ from typing import Any
 
 import torch
 
-from asyncrl.generator.engines.base import Delta, FinishReason, KvMode, SamplingParams, StagedWeights
+from asyncrl.generator.engines.base import (
+    Delta,
+    FinishReason,
+    KvMode,
+    SamplingParams,
+    StagedWeights,
+    check_request,
+)
 from asyncrl.generator.engines.sampling import COLDEST, sample, seed_key
 from asyncrl.generator.engines.slot_model import SlotModel
 from asyncrl.generator.engines.slots import arrange, size_class
@@ -112,24 +119,7 @@ class TransformersEngine:
         ids = [int(token) for token in prompt_ids]
         if rid in self._by_rid:
             raise ValueError(f"request {rid!r} is already running; every request needs an id of its own")
-        if not ids:
-            raise ValueError(
-                f"request {rid!r} has an empty prompt; sampling needs at least one token to start from"
-            )
-        if len(ids) >= self._max_len:
-            raise ValueError(
-                f"request {rid!r}: a prompt of {len(ids)} tokens leaves no room for a sampled one in a context of "
-                f"{self._max_len}; raise generator.max_model_len or shorten the prompt"
-            )
-        if min(ids) < 0 or max(ids) >= self._model.vocab:
-            raise ValueError(
-                f"request {rid!r}: token ids must be in 0..{self._model.vocab - 1}, got {min(ids)}..{max(ids)}"
-            )
-        if params.max_tokens < 1 or not params.temperature >= 0:
-            raise ValueError(
-                f"request {rid!r}: max_tokens must be at least 1 and temperature at least 0, "
-                f"got {params.max_tokens} and {params.temperature}"
-            )
+        check_request(rid, ids, params, self._max_len, self._model.vocab)
         limit = min(len(ids) + params.max_tokens, self._max_len)
         temperature = max(params.temperature, COLDEST)
         row = _Row(rid, ids, limit, seed_key(params.seed), temperature, frozenset(params.stop_token_ids))

@@ -142,8 +142,9 @@ def test_an_update_under_running_requests_pauses_and_marks_the_later_tokens(engi
     async def use(driver: EngineDriver) -> None:
         streams = [driver.generate(str(i), [i], SamplingParams(max_tokens=120, seed=i)) for i in range(4)]
         first = [await anext(stream) for stream in streams]
-        pause = await driver.update(staged(model_of(1), 5), kv)
-        assert 0 < pause == driver.stats.paused_s
+        times = await driver.update(staged(model_of(1), 5), kv)
+        assert 0 < times.pause_s == times.load_s == driver.stats.paused_s
+        assert times.wait_s >= 0
         assert driver.version == 5
         for delta, stream in zip(first, streams, strict=True):
             deltas = [delta] + [d async for d in stream]

@@ -1,0 +1,52 @@
+"""Real runs on vLLM, in the generator's process and beside it: weights change in flight, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")]
+
+
+def _children(pid: int, name: str) -> list[int]:
+    """Living processes below `pid` whose title holds `name`."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            title = Path(f"/proc/{child}/cmdline").read_text() + Path(f"/proc/{child}/comm").read_text()
+            found += [child] * (name in title) + _children(child, name)
+    return found
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_a_run_on_vllm_updates_its_weights_in_flight_and_loses_nothing(start, account, applied, kv: str) -> None:
+    run = start("--engine", "vllm", "--steps", "22", "--weights.kv", kv)
+    assert run.wait() == 0, run.output()
+    with run.reader() as reader:
+        account(reader, 22, 16)
+        assert all(len(versions) >= 20 for versions in applied(reader).values())
+        assert len(applied(reader)) == 2
+        assert not [state for state, _ in reader.episode_states() if state == "failed"]
+        lags = reader.lag_histogram()
+        assert sum(count for lag, count in lags.items() if lag > 0) > 0
+        # In fp32 with recomputed keys an engine's log-probs are the learner's, so only the lag moves the ratio.
+        largest = max(row.metrics["ratio_max"] for row in reader.steps())
+    assert 1.0 < largest < 20.0
+
+
+@pytest.mark.parametrize("victim", ["EngineCore", "Worker"])
+def test_a_killed_process_of_vllm_is_found_out_and_its_episodes_continue(start, account, victim: str) -> None:
+    run = start("--engine", "vllm", "--vllm.driver", "async", "--generator.count", "1", "--steps", "14")
+    run.wait_for_step(4)
+    (killed,) = _children(run.pid("generator-0"), victim)
+    os.kill(killed, signal.SIGKILL)
+    assert run.wait() == 0, run.output()
+    with run.reader() as reader:
+        account(reader, 14, 16)
+        started = [event for event in reader.events() if event.source == "generator-0" and event.what == "started"]
+        assert len(started) == 2
+    assert "engine died" in (run.dir / "logs" / "generator-0.log").read_text()
