@@ -38,7 +38,7 @@ def choose(config: Config, installed: Versions = _installed) -> str:
     """The engine of a run: `generator.engine`, where `auto` becomes a name.
 
     On a GPU that is vLLM if it is installed, else SGLang, else the embedded engine. On a CPU it is the embedded
-    one, which is the fastest there on models that a CPU can train, and starts first (`tests/benchmarks/engines.py`).
+    one: the fastest there on models that a CPU can train, and the first to start (`tests/benchmarks/engines.py`).
 
     Raises:
         ValueError: the engine is not installed, does not run on `generator.device`, or is told in `vllm.args` or
