@@ -50,7 +50,9 @@ class Algo(Section):
     advantage: str | None = None
     """Advantage estimator."""
     loss: str | None = None
-    """Token-level loss."""
+    """Loss, by token."""
+    ratio: Literal["token", "sequence"] | None = None
+    """Importance ratio of the loss: each token's own, or exp of its sequence's mean log-ratio (GSPO)."""
     aggregation: str | None = None
     """How token losses become one number."""
     clip_low: float | None = Field(None, ge=0, lt=1)
@@ -220,8 +222,9 @@ class Learner(Section):
     """AdamW's betas."""
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""
-    head_chunk: PositiveInt = 2048
-    """Tokens whose logits exist at once in the RL head."""
+    head_workspace_mb: PositiveInt = 1024
+    """Memory of the RL head's logits, which exist for a chunk of tokens at a time. More than about 4000 tokens
+    (4 bytes x vocabulary each) gain nothing; fewer than 1000 make a GPU's products slow."""
     threads: PositiveInt = 1
     """CPU threads of each rank."""
     cores: list[int] = []

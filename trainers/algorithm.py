@@ -5,7 +5,8 @@
 `a` comes from the aggregation, `w` from the off-policy correction (pi_prox / mu, detached), A from the
 advantage estimator. The proximal policy is either the current one (its ratio is 1 in value, and `w` corrects
 the whole distance to the behaviour policy: decoupled PPO, Hilton et al. 2021, arXiv:2110.00641, with one step
-per batch) or the behaviour policy (the ratio itself corrects, and w = 1).
+per batch) or the behaviour policy (the ratio itself corrects, and w = 1). With `ratio = sequence` the loss sees
+the mean of a sequence's log-ratios in place of each token's own.
 
 Called by the learner: `estimate` once per batch, `token_loss` by the RL head for every chunk of tokens.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from asyncrl.config import Algo
@@ -23,20 +25,28 @@ from asyncrl.trainers.aggregation import AGGREGATIONS, Aggregation
 from asyncrl.trainers.corrections import CORRECTIONS, Correction
 from asyncrl.trainers.losses import LOSSES, TokenLoss
 from asyncrl.trainers.presets import resolve
+from asyncrl.triton_kernels.segments import segment_mean, spread
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Precomputed data of n trained tokens, in the order of their labels. All [n], float32."""
+    """Precomputed data of n trained tokens, in the order of their labels. All [n]; float32 but for `sequence`."""
 
     behaviour: Tensor
     """log mu, as the engine reported it."""
     advantage: Tensor
     weight: Tensor
     """`a`: aggregation weight."""
+    sequence: Tensor
+    """int64, ascending: which sequence each token is in."""
 
     def __getitem__(self, chunk: slice) -> Tokens:
-        return Tokens(self.behaviour[chunk], self.advantage[chunk], self.weight[chunk])
+        return Tokens(self.behaviour[chunk], self.advantage[chunk], self.weight[chunk], self.sequence[chunk])
+
+    def edges(self) -> Tensor:
+        """[S + 1] int64: where each sequence starts, and n. For losses that get whole sequences."""
+        lengths = torch.unique_consecutive(self.sequence, return_counts=True)[1]
+        return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,11 @@ class Algorithm:
     loss: TokenLoss
     aggregation: Aggregation
     correction: Correction
+
+    @property
+    def sequence_level(self) -> bool:
+        """Whether `token_loss` must be given whole sequences."""
+        return self.settings.ratio == "sequence"
 
     def token_loss(self, logp: Tensor, entropy: Tensor, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of each token; its sum over the batch is the batch's loss.
@@ -62,11 +77,20 @@ class Algorithm:
         """
         old = logp.detach() if self.settings.proximal == "current" else tokens.behaviour
         weight = self.correction(old - tokens.behaviour, self.settings)
-        loss, clipped = self.loss(logp, old, tokens.advantage, self.settings)
+        own = _of_sequence(logp, old, tokens.edges()) if self.sequence_level else logp
+        loss, clipped = self.loss(own, old, tokens.advantage, self.settings)
         loss = weight * loss
         if self.settings.entropy_bonus:
             loss = loss - self.settings.entropy_bonus * entropy
         return tokens.weight * loss, {"clipped": clipped.to(logp.dtype), "weight": weight}
+
+
+def _of_sequence(logp: Tensor, old: Tensor, edges: Tensor) -> Tensor:
+    """[n] log-probs whose ratio to `old` is, for every token, exp of its sequence's mean of `logp - old`.
+
+    Zheng et al. 2025 (GSPO, arXiv:2507.18071), section 4.1: a clipped loss on them is GSPO's.
+    """
+    return old + spread(segment_mean(logp - old, edges), edges, length=len(logp))
 
 
 def build(algo: Algo) -> Algorithm:

@@ -28,6 +28,7 @@ PRESETS: dict[str, Algo] = {
         name="dapo",
         advantage="grpo",
         loss="ppo_clip",
+        ratio="token",
         aggregation="token_mean",
         clip_low=0.2,
         clip_high=0.28,
@@ -45,6 +46,7 @@ PRESETS: dict[str, Algo] = {
         name="grpo",
         advantage="grpo",
         loss="ppo_clip",
+        ratio="token",
         aggregation="sequence_mean",
         clip_low=0.2,
         clip_high=0.2,
@@ -76,6 +78,10 @@ def resolve(algo: Algo) -> Algo:
         raise ValueError(
             "algo.loss = 'reinforce' with algo.proximal = 'behaviour' would leave stale tokens uncorrected, "
             "because that loss has no ratio; use algo.proximal = 'current' with algo.correction = 'token_tis'"
+        )
+    if resolved.loss == "reinforce" and resolved.ratio == "sequence":
+        raise ValueError(
+            "algo.loss = 'reinforce' has no ratio, so algo.ratio = 'sequence' cannot apply; use 'token'"
         )
     if resolved.clip_dual and resolved.clip_dual <= 1:
         raise ValueError(f"algo.clip_dual = {resolved.clip_dual}: must be above 1 (usual: 3 to 10), or 0 for off")

@@ -27,7 +27,7 @@ from asyncrl.learner import attention
 from asyncrl.learner.dist import Ranks
 from asyncrl.learner.rows import Row
 from asyncrl.messages import TensorMeta
-from asyncrl.triton_kernels.rl_head import HeadOutput, TokenLoss, rl_head_loss
+from asyncrl.triton_kernels.rl_head import HeadOutput, TokenLoss, rl_head
 
 T = TypeVar("T")
 PREFIX = "hf."
@@ -50,7 +50,6 @@ def load(path: str | Path, dtype: Dtype, ranks: Ranks) -> Policy:
 
     Raises:
         FileNotFoundError: the folder has no `config.json`.
-        ValueError: the model's LM head is not a plain matrix.
     """
     path = Path(path)
     if not (path / "config.json").is_file():
@@ -62,8 +61,6 @@ def load(path: str | Path, dtype: Dtype, ranks: Ranks) -> Policy:
     with init_empty_weights(include_buffers=False):
         hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
     hf.tie_weights()  # the meta-device context registers a tied head as a parameter of its own
-    if getattr(hf.get_output_embeddings(), "bias", None) is not None:
-        raise ValueError(f"model.path = {path}: its LM head has a bias, which the RL head does not compute")
     policy = Policy(hf.eval())  # no dropout: the learner's policy must be the one that the engine samples
     _shard(policy, _layers(hf), dtype, ranks)
     _materialise(policy, ranks.device)
@@ -77,14 +74,32 @@ def load(path: str | Path, dtype: Dtype, ranks: Ranks) -> Policy:
     return policy
 
 
-def head_loss(hf: Any, row: Row, token_loss: TokenLoss, temperature: float, chunk: int) -> HeadOutput:
-    """Forward of one packed row through the model and the RL head; `work` for `Policy.forward`."""
+def head(hf: Any) -> dict[str, Any]:
+    """The LM head as the RL head's arguments `weight`, `bias` and `softcap`; while the parameters are whole."""
+    module = hf.get_output_embeddings()
+    softcap = getattr(hf.config.get_text_config(), "final_logit_softcapping", None)
+    return {"weight": module.weight, "bias": getattr(module, "bias", None), "softcap": softcap}
+
+
+def head_loss(
+    hf: Any, row: Row, token_loss: TokenLoss, temperature: float, workspace_bytes: int, whole: bool
+) -> HeadOutput:
+    """Forward of one packed row through the model and the RL head; `work` for `Policy.forward`.
+
+    `whole`: the loss needs every sequence's tokens at once.
+    """
     hidden = hf.model(
         input_ids=row.ids[None], position_ids=row.positions[None], use_cache=False, segments=row.segments
     ).last_hidden_state[0]
-    weight = hf.get_output_embeddings().weight
-    states = hidden.index_select(0, row.states)
-    return rl_head_loss(states, weight, row.labels, token_loss, temperature=temperature, chunk=chunk)
+    return rl_head(
+        hidden.index_select(0, row.states),
+        labels=row.labels,
+        token_loss=token_loss,
+        temperature=temperature,
+        sequences=row.sequences if whole else None,
+        workspace_bytes=workspace_bytes,
+        **head(hf),
+    )
 
 
 def units(policy: Policy) -> list[FSDPModule]:

@@ -40,6 +40,8 @@ class Row:
     """[n] int64: positions whose hidden state predicts a label."""
     labels: Tensor
     """[n] int64."""
+    sequences: list[int]
+    """Trained tokens of each sequence; the labels stand in this order."""
     tokens: Tokens
     """Data of the trained tokens, [n] each."""
     lag: Tensor
@@ -180,12 +182,14 @@ def _row(
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, dtype)
 
     data = (move(values[part][label], torch.float32) for values in (share.behaviour, advantage, weight))
+    trained = share.trained_lengths[mine]
     return Row(
         ids=move(ids[stored].astype(np.int64), torch.int64),
         positions=move(positions[stored], torch.int64),
         segments=segments(lengths.tolist(), owner).to(device),
         states=move(owner[label - 1], torch.int64),
         labels=move(ids[label].astype(np.int64), torch.int64),
-        tokens=Tokens(*data),
+        sequences=trained.tolist(),
+        tokens=Tokens(*data, move(np.repeat(np.arange(len(trained)), trained), torch.int64)),
         lag=move(share.lag[part][label], torch.int64),
     )

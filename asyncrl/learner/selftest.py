@@ -1,7 +1,7 @@
 """Start-up check: packed rows must give the log-probs that separate sequences give.
 
 Several mistakes corrupt packed attention without an error (a cache, a mask of ones, a model that ignores the
-segments), and a model may scale or cap its logits, which the RL head does not. So the whole path of a training
+segments), and a model may scale its logits, which the RL head does not. So the whole path of a training
 row is compared with the stock forward of transformers, one sequence at a time, before anything is trained.
 Called once per start by `asyncrl.learner.update.Trainer`.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.config import Dtype
 from asyncrl.learner import attention
-from asyncrl.learner.model import Policy, units
+from asyncrl.learner.model import Policy, head, units
 from asyncrl.triton_kernels.rl_head import logprob_and_entropy
 
 LENGTHS = (5, 17, 1, 24, 9)
@@ -48,7 +48,7 @@ def self_test(policy: Policy, dtype: Dtype, device: torch.device) -> float:
         raise PackingMismatch(
             f"packed and separate sequences differ by {error:.2g} of their log-probs' spread in {dtype} "
             f"(allowed: {TOLERANCE[dtype]:.0e}); {type(policy.hf).__name__} cannot be trained with packed rows. "
-            "A model that scales or caps its logits, or whose attention does not take `segments`, shows this."
+            "A model that scales its logits, or whose attention does not take `segments`, shows this."
         )
     return error
 
@@ -63,7 +63,7 @@ def _packed(hf: Any, ids: list[Tensor]) -> Tensor:
         input_ids=joined[None], position_ids=positions[None], use_cache=False, segments=row
     ).last_hidden_state[0]
     labels = torch.nonzero(positions)[:, 0]
-    return logprob_and_entropy(hidden[labels - 1], hf.get_output_embeddings().weight, joined[labels])[0]
+    return logprob_and_entropy(hidden[labels - 1], labels=joined[labels], **head(hf))[0]
 
 
 def _separate(hf: Any, ids: Tensor) -> Tensor:

@@ -147,9 +147,9 @@ class Trainer:
         return parameters | {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
 
     def _forward_backward(self, row: Row, token_loss: TokenLoss) -> HeadOutput:
-        settings = self.config
+        temperature, workspace = self.config.sampling.temperature, self.config.learner.head_workspace_mb << 20
         out: HeadOutput = self.policy(
-            model.head_loss, row, token_loss, settings.sampling.temperature, settings.learner.head_chunk
+            model.head_loss, row, token_loss, temperature, workspace, self.algorithm.sequence_level
         )
         out.loss.backward()
         return out._replace(loss=out.loss.detach())

@@ -5,7 +5,7 @@ import torch
 
 from asyncrl.learner import attention, dist
 from asyncrl.learner.update import Trainer
-from asyncrl.triton_kernels.rl_head import rl_head_loss
+from asyncrl.triton_kernels.rl_head import rl_head
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -36,8 +36,8 @@ def test_the_head_equals_the_cpu(dtype):
     for device in ("cpu", "cuda"):
         h, w = (t.to(device).requires_grad_() for t in (hidden, weight))
         a = advantage.to(device)
-        out = rl_head_loss(
-            h, w, labels.to(device), lambda p, e, s, a=a: (-a[s] * p - 0.1 * e, {}), temperature=0.8, chunk=128
+        out = rl_head(
+            h, w, labels.to(device), token_loss=lambda p, e, s, a=a: (-a[s] * p - 0.1 * e, {}), temperature=0.8
         )
         out.loss.backward()
         results.append([t.float().cpu() for t in (out.loss, out.logp, out.entropy, h.grad, w.grad)])

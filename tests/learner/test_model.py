@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PhiConfig, PhiForCausalLM
 
 from asyncrl.learner import attention, model
 from asyncrl.learner.selftest import PackingMismatch
@@ -48,6 +48,41 @@ def test_what_packed_attention_cannot_compute_is_refused():
 def test_the_self_test_passes_a_sound_model(alone, make_config, folder, request):
     trainer = Trainer(make_config(), request.getfixturevalue(folder))
     assert trainer.self_test() < 1e-5
+
+
+def capped():
+    """Caps its logits at 5, with weights large enough for the cap to matter."""
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=16, initializer_range=0.3,
+            attn_logit_softcapping=None, final_logit_softcapping=5.0,
+        )
+    )  # fmt: skip
+
+
+def biased():
+    """Its LM head is a matrix and a bias."""
+    model = PhiForCausalLM(
+        PhiConfig(
+            vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            tie_word_embeddings=False, initializer_range=0.15,
+        )
+    )  # fmt: skip
+    model.lm_head.bias.data.normal_()
+    return model
+
+
+@pytest.mark.parametrize("make", [capped, biased])
+def test_a_capped_or_biased_head_is_computed_and_trained(alone, make_config, batches, tmp_path, make):
+    torch.manual_seed(3)
+    make().save_pretrained(tmp_path)
+    trainer = Trainer(make_config(), tmp_path)
+    assert trainer.self_test() < 1e-5
+    before = {name: tensor.clone() for name, tensor in trainer.weights()}
+    trainer.train(*batches.share(1), 1)
+    same = [name for name, tensor in trainer.weights() if torch.equal(tensor, before[name])]
+    assert not same
 
 
 def test_the_self_test_refuses_attention_that_ignores_the_segments(alone, make_config, model_folder, monkeypatch):

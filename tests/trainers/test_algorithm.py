@@ -64,6 +64,11 @@ def test_failed_episodes_move_no_baseline():
     assert with_failure[1] == 0
 
 
+def tokens_of(behaviour, advantage, weight, sequence=None):
+    """Tokens of one sequence, if nothing else is said."""
+    return Tokens(behaviour, advantage, weight, torch.zeros(len(weight)).long() if sequence is None else sequence)
+
+
 def slow_ppo(logp, old, advantage, low, high, dual):
     """Loss and d loss / d logp of one token, by cases."""
     ratio = math.exp(logp - old)
@@ -91,7 +96,7 @@ def test_ppo_and_its_gradient_equal_the_reference_by_cases(tokens, ranges):
             return
     logp, old, advantage = (torch.tensor(column, dtype=torch.float64) for column in zip(*tokens, strict=True))
     logp.requires_grad_()
-    data = Tokens(old, advantage, torch.ones_like(old))
+    data = tokens_of(old, advantage, torch.ones_like(old))
     loss, _ = build(algo).token_loss(logp, torch.zeros_like(old), data)
     loss.sum().backward()
     expected = [slow_ppo(*token, low, high, dual) for token in tokens]
@@ -104,7 +109,7 @@ def test_ppo_and_its_gradient_equal_the_reference_by_cases(tokens, ranges):
 def test_at_a_ratio_of_one_every_loss_has_the_gradient_of_reinforce(loss, correction):
     logp = torch.linspace(-3, -0.1, 7, dtype=torch.float64, requires_grad=True)
     advantage = torch.linspace(-2, 2, 7, dtype=torch.float64)
-    data = Tokens(logp.detach().clone(), advantage, torch.full((7,), 0.25, dtype=torch.float64))
+    data = tokens_of(logp.detach().clone(), advantage, torch.full((7,), 0.25, dtype=torch.float64))
     values, metrics = build(Algo(loss=loss, correction=correction)).token_loss(logp, torch.zeros(7), data)
     values.sum().backward()
     torch.testing.assert_close(logp.grad, -advantage * 0.25)
@@ -115,15 +120,52 @@ def test_at_a_ratio_of_one_every_loss_has_the_gradient_of_reinforce(loss, correc
 def test_with_the_current_policy_as_proximal_the_gradient_is_reinforce_times_the_capped_weight():
     logp = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
     behaviour = torch.tensor([-1.0 - math.log(5.0), -1.0, -1.0 + math.log(4.0)])
-    data = Tokens(behaviour, torch.ones(3), torch.ones(3))
+    data = tokens_of(behaviour, torch.ones(3), torch.ones(3))
     loss, _ = build(Algo(name="dapo")).token_loss(logp, torch.zeros(3), data)
     loss.sum().backward()
     torch.testing.assert_close(logp.grad, -torch.tensor([2.0, 1.0, 0.25]))
 
 
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5), seed=st.integers(0, 1000),
+    clip=st.sampled_from([(3e-4, 4e-4), (0.2, 0.3)]),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_a_clipped_loss_of_sequence_ratios_is_gspo(lengths, seed, clip):
+    """J = mean over sequences of min(s A, clip(s) A), s = exp(mean of log-ratios): value, and gradient by hand."""
+    rng = np.random.default_rng(seed)
+    n = sum(lengths)
+    logp, old = -3 * rng.random(n), None
+    old = logp + 0.3 * rng.standard_normal(n)
+    advantages = rng.standard_normal(len(lengths))
+    expected, gradient, start = 0.0, np.zeros(n), 0
+    for length, advantage in zip(lengths, advantages, strict=True):
+        own = slice(start, start + length)
+        start += length
+        s = math.exp((logp[own] - old[own]).mean())
+        bounded = min(max(s, 1 - clip[0]), 1 + clip[1]) * advantage
+        expected -= min(s * advantage, bounded) / len(lengths)
+        if s * advantage <= bounded:
+            gradient[own] = -s * advantage / length / len(lengths)
+    algo = Algo(
+        name="grpo", ratio="sequence", clip_low=clip[0], clip_high=clip[1], proximal="behaviour", correction="none"
+    )
+    x = torch.tensor(logp, requires_grad=True)
+    sizes = torch.tensor(lengths)
+    weight = AGGREGATIONS["sequence_mean"](sizes.double(), Totals(n, len(lengths))).repeat_interleave(sizes)
+    data = Tokens(
+        torch.tensor(old), torch.tensor(advantages).repeat_interleave(sizes), weight,
+        torch.arange(len(lengths)).repeat_interleave(sizes),
+    )  # fmt: skip
+    loss, _ = build(algo).token_loss(x, torch.zeros(n), data)
+    loss.sum().backward()
+    assert loss.sum().item() == pytest.approx(expected, abs=1e-9)
+    np.testing.assert_allclose(x.grad.numpy(), gradient, atol=1e-9)
+
+
 def test_cispo_keeps_the_gradient_of_a_clipped_token_where_ppo_drops_it():
     behaviour, data = torch.tensor([-3.0]), None
-    data = Tokens(behaviour, torch.ones(1), torch.ones(1))
+    data = tokens_of(behaviour, torch.ones(1), torch.ones(1))
     grads = {}
     for loss in ("ppo_clip", "cispo"):
         logp = torch.tensor([-1.0], requires_grad=True)
@@ -137,7 +179,7 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token_where_ppo_drops_it():
 
 def test_the_entropy_bonus_rewards_entropy():
     entropy = torch.ones(3, requires_grad=True)
-    data = Tokens(torch.zeros(3), torch.zeros(3), torch.full((3,), 0.5))
+    data = tokens_of(torch.zeros(3), torch.zeros(3), torch.full((3,), 0.5))
     loss, _ = build(Algo(entropy_bonus=0.1)).token_loss(torch.zeros(3, requires_grad=True), entropy, data)
     loss.sum().backward()
     torch.testing.assert_close(entropy.grad, torch.full((3,), -0.05))
