@@ -139,7 +139,8 @@ def build(
         totals: of the whole batch, over all ranks.
         device: where the tensors go.
     """
-    per_sequence = aggregation(torch.from_numpy(share.trained_lengths).double(), totals).numpy()
+    trained = share.trained_lengths
+    per_sequence = aggregation(torch.from_numpy(trained).double(), totals).numpy()
     weight = np.repeat(per_sequence, share.lengths).astype(np.float32)
     advantage = np.repeat(np.asarray(advantages)[share.episode], share.lengths).astype(np.float32)
     rows, token, sequence = [], 0, 0
@@ -147,7 +148,7 @@ def build(
         mine = slice(sequence, sequence + size)
         part = slice(token, token + int(share.lengths[mine].sum()))
         token, sequence = part.stop, mine.stop
-        rows.append(_row(share, part, mine, weight, advantage, device))
+        rows.append(_row(share, part, mine, trained[mine], weight, advantage, device))
     return rows
 
 
@@ -166,7 +167,13 @@ def _shared(ids: np.ndarray, lengths: np.ndarray, prompts: np.ndarray) -> tuple[
 
 
 def _row(
-    share: Share, part: slice, mine: slice, weight: np.ndarray, advantage: np.ndarray, device: torch.device
+    share: Share,
+    part: slice,
+    mine: slice,
+    trained: np.ndarray,
+    weight: np.ndarray,
+    advantage: np.ndarray,
+    device: torch.device,
 ) -> Row:
     """One row. An empty one becomes a single token that trains nothing: all ranks run the same collectives."""
     lengths, prompts, ids = share.lengths[mine], share.prompt[mine], share.ids[part]
@@ -181,8 +188,9 @@ def _row(
     def move(array: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, dtype)
 
-    data = (move(values[part][label], torch.float32) for values in (share.behaviour, advantage, weight))
-    trained = share.trained_lengths[mine]
+    def of_tokens(values: np.ndarray) -> Tensor:
+        return move(values[part][label], torch.float32)
+
     return Row(
         ids=move(ids[stored].astype(np.int64), torch.int64),
         positions=move(positions[stored], torch.int64),
@@ -190,6 +198,11 @@ def _row(
         states=move(owner[label - 1], torch.int64),
         labels=move(ids[label].astype(np.int64), torch.int64),
         sequences=trained.tolist(),
-        tokens=Tokens(*data, move(np.repeat(np.arange(len(trained)), trained), torch.int64)),
+        tokens=Tokens(
+            behaviour=of_tokens(share.behaviour),
+            advantage=of_tokens(advantage),
+            weight=of_tokens(weight),
+            sequence=move(np.repeat(np.arange(len(trained)), trained), torch.int64),
+        ),
         lag=move(share.lag[part][label], torch.int64),
     )
