@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["float32", "bfloat16"]
 NonNegative = Field(ge=0)
 
 
@@ -39,7 +39,8 @@ class Model(Section):
     path: str | None = None
     """Hugging Face folder of the initial model; default: the toy model, made and warm-started once."""
     dtype: Dtype = "float32"
-    """Precision of the forward pass, in learner and engine; master weights are always float32."""
+    """Precision of the forward pass, in learner and engine; master weights are always float32. float16 is not
+    offered: gradients of a batch's mean underflow in it."""
 
 
 class Algo(Section):
@@ -50,7 +51,7 @@ class Algo(Section):
     advantage: str | None = None
     """Advantage estimator."""
     loss: str | None = None
-    """Loss, by token."""
+    """Loss of a token, as a function of its ratio or log-prob."""
     ratio: Literal["token", "sequence"] | None = None
     """Importance ratio of the loss: each token's own, or exp of its sequence's mean log-ratio (GSPO)."""
     aggregation: str | None = None
@@ -223,7 +224,7 @@ class Learner(Section):
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""
     head_workspace_mb: PositiveInt = 1024
-    """Memory of the RL head's logits, which exist for a chunk of tokens at a time. More than about 4000 tokens
+    """MiB for the RL head's logits, which exist for a chunk of tokens at a time. More than about 4000 tokens
     (4 bytes x vocabulary each) gain nothing; fewer than 1000 make a GPU's products slow."""
     threads: PositiveInt = 1
     """CPU threads of each rank."""

@@ -6,15 +6,17 @@
 advantage estimator. The proximal policy is either the current one (its ratio is 1 in value, and `w` corrects
 the whole distance to the behaviour policy: decoupled PPO, Hilton et al. 2021, arXiv:2110.00641, with one step
 per batch) or the behaviour policy (the ratio itself corrects, and w = 1). With `ratio = sequence` the loss sees
-the mean of a sequence's log-ratios in place of each token's own.
+the mean of its sequence's log-ratios in place of each token's own: `ppo_clip` is then GSPO (Zheng et al. 2025,
+arXiv:2507.18071).
 
 Called by the learner: `estimate` once per batch, `token_loss` by the RL head for every chunk of tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,28 +27,33 @@ from asyncrl.trainers.aggregation import AGGREGATIONS, Aggregation
 from asyncrl.trainers.corrections import CORRECTIONS, Correction
 from asyncrl.trainers.losses import LOSSES, TokenLoss
 from asyncrl.trainers.presets import resolve
-from asyncrl.triton_kernels.segments import segment_mean, spread
+from asyncrl.triton_kernels.segments import sequence_log_ratio
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Precomputed data of n trained tokens, in the order of their labels. All [n]; float32 but for `sequence`."""
+    """Precomputed data of n trained tokens, in the order of their labels. Tensors are [n] float32."""
 
     behaviour: Tensor
     """log mu, as the engine reported it."""
     advantage: Tensor
     weight: Tensor
     """`a`: aggregation weight."""
-    sequence: Tensor
-    """int64, ascending: which sequence each token is in."""
+    lengths: Sequence[int]
+    """Trained tokens of each sequence, in the order of the tokens; they add up to n."""
 
     def __getitem__(self, chunk: slice) -> Tokens:
-        return Tokens(self.behaviour[chunk], self.advantage[chunk], self.weight[chunk], self.sequence[chunk])
+        starts = accumulate(self.lengths, initial=0)
+        cut = [
+            min(start + n, chunk.stop) - max(start, chunk.start)
+            for start, n in zip(starts, self.lengths, strict=False)
+            if start < chunk.stop and start + n > chunk.start
+        ]
+        return Tokens(self.behaviour[chunk], self.advantage[chunk], self.weight[chunk], cut)
 
     def edges(self) -> Tensor:
-        """[S + 1] int64: where each sequence starts, and n. For losses that get whole sequences."""
-        lengths = torch.unique_consecutive(self.sequence, return_counts=True)[1]
-        return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        """[S + 1] int64: where each sequence starts, and n."""
+        return torch.tensor([0, *accumulate(self.lengths)], device=self.weight.device)
 
 
 @dataclass(frozen=True)
@@ -77,20 +84,15 @@ class Algorithm:
         """
         old = logp.detach() if self.settings.proximal == "current" else tokens.behaviour
         weight = self.correction(old - tokens.behaviour, self.settings)
-        own = _of_sequence(logp, old, tokens.edges()) if self.sequence_level else logp
-        loss, clipped = self.loss(own, old, tokens.advantage, self.settings)
+        if self.sequence_level:
+            ratio = sequence_log_ratio(logp, old, tokens.edges())
+            loss, clipped = self.loss(ratio, torch.zeros_like(ratio), tokens.advantage, self.settings)
+        else:
+            loss, clipped = self.loss(logp, old, tokens.advantage, self.settings)
         loss = weight * loss
         if self.settings.entropy_bonus:
             loss = loss - self.settings.entropy_bonus * entropy
         return tokens.weight * loss, {"clipped": clipped.to(logp.dtype), "weight": weight}
-
-
-def _of_sequence(logp: Tensor, old: Tensor, edges: Tensor) -> Tensor:
-    """[n] log-probs whose ratio to `old` is, for every token, exp of its sequence's mean of `logp - old`.
-
-    Zheng et al. 2025 (GSPO, arXiv:2507.18071), section 4.1: a clipped loss on them is GSPO's.
-    """
-    return old + spread(segment_mean(logp - old, edges), edges, length=len(logp))
 
 
 def build(algo: Algo) -> Algorithm:

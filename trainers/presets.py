@@ -83,6 +83,11 @@ def resolve(algo: Algo) -> Algo:
         raise ValueError(
             "algo.loss = 'reinforce' has no ratio, so algo.ratio = 'sequence' cannot apply; use 'token'"
         )
+    if resolved.ratio == "sequence" and resolved.proximal == "current":
+        raise ValueError(
+            "algo.ratio = 'sequence' with algo.proximal = 'current' would clip nothing, because every ratio to "
+            "the current policy is 1; use algo.proximal = 'behaviour'"
+        )
     if resolved.clip_dual and resolved.clip_dual <= 1:
         raise ValueError(f"algo.clip_dual = {resolved.clip_dual}: must be above 1 (usual: 3 to 10), or 0 for off")
     return resolved

@@ -61,12 +61,14 @@ def changes(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     blocks = -(-len(new) // BLOCK)
     new, old = pad_to_16(new), pad_to_16(old)
     counts = torch.empty(blocks, dtype=torch.int32, device=new.device)
-    count_changes[(blocks,)](new, old, counts, len(new), SIZE=BLOCK, num_warps=WARPS)
+    with torch.cuda.device_of(new):
+        count_changes[(blocks,)](new, old, counts, len(new), SIZE=BLOCK, num_warps=WARPS)
     stops = counts.cumsum(0, dtype=torch.int64)
     n = int(stops[-1]) if blocks else 0
     offsets = torch.empty(n, dtype=torch.int16, device=new.device)
     values = torch.empty(n, dtype=new.dtype, device=new.device)
-    write_changes[(blocks,)](new, old, stops - counts, offsets, values, len(new), SIZE=BLOCK, num_warps=WARPS)
+    with torch.cuda.device_of(new):
+        write_changes[(blocks,)](new, old, stops - counts, offsets, values, len(new), SIZE=BLOCK, num_warps=WARPS)
     return counts, offsets, values
 
 
@@ -74,7 +76,10 @@ def block_sums(bits: Tensor) -> Tensor:
     """[blocks] int64: sum of bits times weight of each block, from bits [E]."""
     sums = torch.empty(-(-len(bits) // BLOCK), dtype=torch.int64, device=bits.device)
     whole = pad_to_16(bits)
-    weighted_sums[(len(sums),)](whole, sums, len(whole), SIZE=BLOCK, MIX_0=MIX[0], MIX_1=MIX[1], num_warps=WARPS)
+    with torch.cuda.device_of(bits):
+        weighted_sums[(len(sums),)](
+            whole, sums, len(whole), SIZE=BLOCK, MIX_0=MIX[0], MIX_1=MIX[1], num_warps=WARPS
+        )
     return sums
 
 

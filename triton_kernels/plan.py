@@ -6,7 +6,6 @@ Pure arithmetic on the host. Called by `asyncrl.triton_kernels.sweep`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -19,7 +18,7 @@ class Block(NamedTuple):
     loss and once for the gradients."""
 
 
-def rows_that_fit(workspace_bytes: int, row_bytes: int, fixed_bytes: int = 0) -> int:
+def rows_that_fit(workspace_bytes: int, row_bytes: int, fixed_bytes: int) -> int:
     """Rows of a chunk; at least 1, and a multiple of 16 where that is possible."""
     rows = max(1, (workspace_bytes - fixed_bytes) // row_bytes)
     return rows // 16 * 16 or rows
@@ -52,7 +51,9 @@ def blocks(n: int, rows: int, sequences: Sequence[int] | None) -> list[Block]:
 
 
 def _even(start: int, stop: int, rows: int) -> list[slice]:
-    """Chunks of nearly equal size: a last chunk of a few rows would waste a whole product."""
-    count = -(-(stop - start) // rows)
-    edges = [start + (stop - start) * i // max(count, 1) for i in range(count + 1)]
-    return [slice(*pair) for pair in pairwise(edges)]
+    """Chunks of nearly equal size, in sixteens: a last chunk of a few rows would waste a whole product."""
+    if stop == start:
+        return []
+    size = -(-(stop - start) // -(-(stop - start) // rows))
+    size = min(rows, -(-size // 16) * 16)
+    return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]

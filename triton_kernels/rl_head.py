@@ -21,10 +21,12 @@ Shapes: N tokens, D hidden size, V vocabulary (with `shard`: this rank's part of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from asyncrl.triton_kernels.backend import Backend
 from asyncrl.triton_kernels.sweep import Gradients, Options, Shard, Sweep
@@ -61,45 +63,53 @@ def rl_head(
     temperature: float | Tensor = 1.0,
     bias: Tensor | None = None,
     softcap: float | None = None,
-    ignore: int | None = None,
+    ignore_index: int | None = None,
     sequences: Sequence[int] | None = None,
     squares: bool = False,
     workspace_bytes: int = WORKSPACE_BYTES,
     shard: Shard | None = None,
     backend: Backend = "auto",
 ) -> HeadOutput:
-    """Loss of N tokens and, if gradients are on, the gradients to `hidden`, `weight` and `bias`, in one sweep.
+    """Loss of N tokens and, if gradients are on, those to `hidden`, `weight` and `bias` that are needed.
 
-    The same inputs give the same bits. Beyond inputs and outputs it holds `workspace_bytes`, the gradients (that
-    of the weight in float32 until the end), and on a CPU a float32 copy of a narrower weight.
+    One sweep; the same inputs give the same bits. Beyond inputs, outputs and gradients it holds `workspace_bytes`.
+    The weight's gradient is summed in float32; at the end, when the workspace is given up, it is cast to the
+    weight's dtype. A CPU, and inputs of two dtypes, cost a float32 copy of a bfloat16 weight.
 
     Args:
-        hidden: [N, D], the states that predict the labels.
-        weight: [V, D], the LM head; a tied embedding is one too.
-        labels: [N] int64.
-        token_loss: the algorithm's loss, called once per block of tokens.
-        temperature: of the softmax, one for all or [N].
-        bias: [V], of the LM head.
+        hidden: [N, D] float32 or bfloat16, the states that predict the labels.
+        weight: [V, D] float32 or bfloat16, the LM head; a tied embedding is one too.
+        labels: [N] int64, below V. Outside a CPU that is not checked: such a label has log-prob -inf.
+        token_loss: the algorithm's loss, called once per block of tokens. Only the log-probs and entropies that it
+            is given lead to gradients.
+        temperature: of the softmax, one for all or [N]; no gradient.
+        bias: [V], of the LM head; -inf rules a label out.
         softcap: c of logits that are capped to c tanh(logits / c) before the temperature (Gemma 2,
             arXiv:2408.00118, section 2).
-        ignore: label of tokens that are left out: no loss, no gradient. Their products are computed all the same;
-            a caller with many of them selects first.
+        ignore_index: label of tokens that have no loss and no gradient. Their products are computed all the same:
+            a caller with many of them selects first. A loss of whole sequences sees zeros for them, and has to
+            leave them out of its sums.
         sequences: lengths of the N tokens' sequences, for a loss that needs each of them whole.
         squares: whether the sum of squared probabilities is wanted.
         workspace_bytes: of the logits of one chunk; at least one row is computed at a time.
-        shard: the vocabulary is divided over ranks: one collective per chunk, one before and one after the sweep.
+        shard: the vocabulary is divided over ranks, which have the same tokens. One collective per chunk, one
+            before and one after the sweep; d hidden is whole on every rank.
         backend: of the row steps.
 
     Returns:
         The outputs; calling `backward` on `loss`, once, gives the gradients in the inputs' dtypes.
 
     Raises:
-        ValueError: shapes do not fit together.
+        ValueError: shapes, dtypes, labels, lengths or settings do not fit together, or a loss or metric is not one
+            number per token.
+        RuntimeError: at a second `backward`.
     """
-    _check(hidden, weight, labels, bias, temperature)
-    options = Options(temperature, softcap, ignore, squares, workspace_bytes, shard, backend)
+    _check(hidden, weight, labels, bias, temperature, softcap, ignore_index, shard)
+    options = Options(temperature, softcap, ignore_index, squares, workspace_bytes, shard, backend)
     kept: dict[str, Any] = {}
-    loss = _Node.apply(hidden, weight, bias, labels, token_loss, sequences, options, kept)
+    grad = torch.is_grad_enabled()
+    with _no_autocast(hidden.device):
+        loss = _Node.apply(hidden, weight, bias, labels, token_loss, sequences, options, grad, kept)
     return HeadOutput(loss, kept["logp"], kept["entropy"], kept["metrics"], kept["squares"])
 
 
@@ -112,7 +122,7 @@ def logprob_and_entropy(
     temperature: float | Tensor = 1.0,
     bias: Tensor | None = None,
     softcap: float | None = None,
-    ignore: int | None = None,
+    ignore_index: int | None = None,
     workspace_bytes: int = WORKSPACE_BYTES,
     shard: Shard | None = None,
     backend: Backend = "auto",
@@ -121,13 +131,20 @@ def logprob_and_entropy(
 
     Arguments and errors as in `rl_head`.
     """
-    _check(hidden, weight, labels, bias, temperature)
-    options = Options(temperature, softcap, ignore, False, workspace_bytes, shard, backend)
-    sweep = Sweep(hidden, weight, bias, labels, options)
-    for block in sweep.plan(None):
-        for chunk in block.chunks:
-            sweep.score(chunk)
+    _check(hidden, weight, labels, bias, temperature, softcap, ignore_index, shard)
+    options = Options(temperature, softcap, ignore_index, False, workspace_bytes, shard, backend)
+    with _no_autocast(hidden.device):
+        sweep = Sweep(hidden, weight, bias, labels, options)
+        for block in sweep.plan(None):
+            for chunk in block.chunks:
+                sweep.score(chunk)
     return sweep.logp, sweep.entropy
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """The products choose their own precision."""
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()
 
 
 class _Node(torch.autograd.Function):
@@ -143,10 +160,12 @@ class _Node(torch.autograd.Function):
         token_loss: TokenLoss,
         sequences: Sequence[int] | None,
         options: Options,
+        grad: bool,
         kept: dict[str, Any],
     ) -> Tensor:
         sweep = Sweep(hidden, weight, bias, labels, options)
-        gradients = Gradients(hidden, weight, bias) if any(ctx.needs_input_grad[:3]) else None
+        wanted = ctx.needs_input_grad[:3]  # Whatever the grad mode is, which `grad` says.
+        gradients = sweep.gradients(*wanted) if grad and any(wanted) else None
         loss = hidden.new_zeros((), dtype=torch.float32)
         metrics: dict[str, list[Tensor]] = {}
         for block in sweep.plan(sequences):
@@ -162,28 +181,14 @@ class _Node(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
+        found: Gradients | None = ctx.gradients
+        if found is None:
             raise RuntimeError("the RL head's gradients were handed out already; call backward once per forward")
-        gradients, ctx.gradients = ctx.gradients, None
-        return *(None if d is None else d.mul_(upstream) for d in gradients), *[None] * 5
-
-
-def _check(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, temperature: float | Tensor
-) -> None:
-    n, (vocabulary, size) = len(labels), weight.shape
-    wrong = [
-        f"{name} is {list(tensor.shape)}, not {shape}"
-        for name, tensor, shape in (
-            ("hidden", hidden, [n, size]),
-            ("bias", bias, [vocabulary]),
-            ("temperature", temperature, [n]),
-        )
-        if isinstance(tensor, Tensor) and list(tensor.shape) != shape
-    ]
-    if wrong:
-        raise ValueError(f"with weight {list(weight.shape)} and {n} labels: {'; '.join(wrong)}")
+        ctx.gradients = None
+        each = (found.hidden, found.weight, found.bias)
+        return *(None if d is None else d.mul_(upstream) for d in each), *[None] * 6
 
 
 def _call(
@@ -193,8 +198,14 @@ def _call(
     keep = None if sweep.keep is None else sweep.keep[tokens]
     with torch.enable_grad():
         logp, entropy = (x[tokens].detach().requires_grad_() for x in (sweep.logp, sweep.entropy))
-        loss, extra = token_loss(logp, entropy, tokens)
-        loss = (loss if keep is None else torch.where(keep, loss, 0.0)).sum()
+        each, extra = token_loss(logp, entropy, tokens)
+        for name, values in {"loss": each, **extra}.items():
+            if values.shape != logp.shape:
+                raise ValueError(
+                    f"token_loss gave a {name} of shape {list(values.shape)} for {len(logp)} tokens; it must give "
+                    "one number per token, already divided by what a mean would divide by"
+                )
+        loss = (each if keep is None else torch.where(keep, each, 0.0)).sum()
         g, h = (
             torch.autograd.grad(loss, [logp, entropy], allow_unused=True) if loss.requires_grad else (None, None)
         )
@@ -202,4 +213,55 @@ def _call(
         metrics.setdefault(name, []).append(values.detach())
     if keep is not None:  # The loss of an ignored token may be inf, and 0 x inf is not 0.
         g, h = (None if d is None else torch.where(keep, d, 0.0) for d in (g, h))
-    return loss.detach(), torch.zeros_like(logp) if g is None else g, h
+    # The gradient of a sum is one number with a stride of 0; kernels read vectors.
+    g = torch.zeros_like(logp) if g is None else g.contiguous()
+    return loss.detach(), g, None if h is None else h.contiguous()
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    ignore_index: int | None,
+    shard: Shard | None,
+) -> None:
+    if weight.dim() != 2 or labels.dim() != 1:
+        raise ValueError(
+            f"weight is {list(weight.shape)} and labels are {list(labels.shape)}; give [vocabulary, hidden size] "
+            "and [tokens]"
+        )
+    n, (vocabulary, size) = len(labels), weight.shape
+    expected = (("hidden", hidden, [n, size]), ("bias", bias, [vocabulary]), ("temperature", temperature, [n]))
+    wrong = [
+        f"{name} is {list(tensor.shape)}, not {shape}"
+        for name, tensor, shape in expected
+        if isinstance(tensor, Tensor) and list(tensor.shape) != shape
+    ]
+    if wrong:
+        raise ValueError(f"with weight {list(weight.shape)} and {n} labels: {'; '.join(wrong)}")
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        if tensor.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"{name} is {tensor.dtype}; allowed: float32 and bfloat16. float16 gradients of a batch's mean "
+                "underflow, and float64 would be computed in float32"
+            )
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap = {softcap}: must be above 0, or None for logits that are not capped")
+    if not isinstance(temperature, Tensor) and temperature <= 0:
+        raise ValueError(f"temperature = {temperature}: must be above 0; a greedy policy has no gradient")
+    if n and shard is None and labels.device.type == "cpu":
+        _check_labels(labels, vocabulary, ignore_index)
+
+
+def _check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> None:
+    outside = (labels < 0) | (labels >= vocabulary)
+    if ignore_index is not None:
+        outside &= labels != ignore_index
+    if bool(outside.any()):
+        raise ValueError(
+            f"label {int(labels[outside][0])} is not in the vocabulary of {vocabulary}; leave tokens without a "
+            "label out, or name their label in `ignore_index`"
+        )

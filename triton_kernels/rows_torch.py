@@ -6,7 +6,7 @@ workspace does not grow. Same contract as `rows_triton`; called by `asyncrl.trit
 
 Per row, with z = cap(logits) / T over this rank's part of the vocabulary:
 
-    m = max z,   s = sum e^(z-m),   u = sum (z-m) e^(z-m),   z_label (0 if another rank holds it),   sum e^(2(z-m))
+    m = max z,   s = sum e^(z-m),   u = sum (z-m) e^(z-m),   z_label (-inf if it is not here),   sum e^(2(z-m))
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 SCRATCH_BYTES = 2 << 20
-"""Size of a temporary: small enough for the caches, large enough for the time of a call not to count."""
+"""Size of a temporary on a CPU: small enough for the caches, large enough for the time of a call not to count."""
+GPU_SCRATCH_BYTES = 64 << 20
+RULED_OUT = -1e20
+"""A label whose logit is below this is one that the bias rules out: its log-prob is -inf."""
 
 
 def row_bytes(vocabulary: int, narrow: bool) -> int:
@@ -25,9 +28,9 @@ def row_bytes(vocabulary: int, narrow: bool) -> int:
     return vocabulary * (6 if narrow else 4)
 
 
-def fixed_bytes(vocabulary: int) -> int:
+def fixed_bytes(vocabulary: int, device: torch.device) -> int:
     """Workspace that does not depend on the chunk: two temporaries."""
-    return 2 * max(SCRATCH_BYTES, 4 * vocabulary)
+    return 2 * max(_scratch_bytes(device), 4 * vocabulary)
 
 
 def buffer(rows: int, vocabulary: int, device: torch.device) -> Tensor:
@@ -113,8 +116,12 @@ def gradients(
     return logits.to(dtype)
 
 
+def _scratch_bytes(device: torch.device) -> int:
+    return SCRATCH_BYTES if device.type == "cpu" else GPU_SCRATCH_BYTES
+
+
 def _step(logits: Tensor) -> int:
-    return max(1, min(len(logits), SCRATCH_BYTES // (4 * logits.shape[1])))
+    return max(1, min(len(logits), _scratch_bytes(logits.device) // (4 * logits.shape[1])))
 
 
 def _slices(logits: Tensor) -> Iterator[slice]:
@@ -137,10 +144,11 @@ def _owned(local: Tensor, width: int) -> Tensor:
 def _label_logit(z: Tensor, local: Tensor, largest: Tensor) -> Tensor:
     own = _owned(local, z.shape[1])
     at = z.gather(1, torch.where(own, local, 0)[:, None]) + largest
-    return torch.where(own, at[:, 0], 0.0)
+    return torch.where(own & (at[:, 0] > RULED_OUT), at[:, 0], -torch.inf)
 
 
 def _add_at_label(z: Tensor, local: Tensor, value: Tensor) -> None:
-    """Adds one value per row at its label; a row has one label, so the order of adding does not matter."""
+    """Adds one value per row at its label, if this part of the vocabulary holds it."""
     own = _owned(local, z.shape[1])
-    z.scatter_add_(1, torch.where(own, local, 0)[:, None], torch.where(own, value, 0.0)[:, None])
+    at = torch.where(own, local, 0)[:, None]
+    z.scatter_(1, at, z.gather(1, at) + torch.where(own, value, 0.0)[:, None])

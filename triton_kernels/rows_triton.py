@@ -71,7 +71,8 @@ def row_statistics(
     z = tl.load(start + tl.where(own, label, 0))
     if CAPPED:
         z = _capped(z, cap)
-    tl.store(out + row * 5 + 3, tl.where(own, z * scale, 0.0))
+    own = own & (z > -1e20)  # `rows_torch.RULED_OUT`
+    tl.store(out + row * 5 + 3, tl.where(own, z * scale, float("-inf")))
     tl.store(out + row * 5 + 4, tl.reduce(t * w * w, 0, tl.standard._sum_combine))
 
 
@@ -116,7 +117,7 @@ def row_bytes(vocabulary: int, narrow: bool) -> int:
     return 4 * _padded(vocabulary)
 
 
-def fixed_bytes(vocabulary: int) -> int:
+def fixed_bytes(vocabulary: int, device: torch.device) -> int:
     """Workspace that does not depend on the chunk."""
     return 0
 
@@ -132,10 +133,11 @@ def statistics(
     """See `rows_torch.statistics`. `logits` comes from `buffer`."""
     n, width = logits.shape
     out = logits.new_empty(n, 5)
-    row_statistics[(n,)](
-        logits, labels, inverse, out, width, _padded(width), logits.stride(0), first, softcap or NO_CAP,
-        CAPPED=softcap is not None, SQUARES=squares, SIZE=BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+    with torch.cuda.device_of(logits):
+        row_statistics[(n,)](
+            logits, labels, inverse, out, width, _padded(width), logits.stride(0), first, softcap or NO_CAP,
+            CAPPED=softcap is not None, SQUARES=squares, SIZE=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
     return out
 
 
@@ -155,11 +157,12 @@ def gradients(
     n, width = logits.shape
     padded, stride = _padded(width), logits.stride(0)
     whole = logits.as_strided((n, stride), (stride, 1)).view(dtype)
-    row_gradients[(n,)](
-        logits, whole, labels, inverse, norm, entropy, g, g if h is None else h, width, padded, stride,
-        whole.stride(0), first, softcap or NO_CAP,
-        CAPPED=softcap is not None, ENTROPY=h is not None, SIZE=BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+    with torch.cuda.device_of(logits):
+        row_gradients[(n,)](
+            logits, whole, labels, inverse, norm, entropy, g, g if h is None else h, width, padded, stride,
+            whole.stride(0), first, softcap or NO_CAP,
+            CAPPED=softcap is not None, ENTROPY=h is not None, SIZE=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
     return whole[:, :width]
 
 

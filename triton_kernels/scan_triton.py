@@ -50,9 +50,10 @@ def reverse_scan(a: Tensor, b: Tensor, cu_seqlens: Tensor) -> Tensor:
     """See `scan.reverse_scan`."""
     a, b, n = pad_to_16(a), pad_to_16(b), len(b)
     out = torch.empty_like(b)
-    reverse_scan_segments[(len(cu_seqlens) - 1,)](
-        a, b, out, cu_seqlens.contiguous(), len(b), SIZE=BLOCK, num_warps=WARPS
-    )
+    with torch.cuda.device_of(b):
+        reverse_scan_segments[(len(cu_seqlens) - 1,)](
+            a, b, out, cu_seqlens.contiguous(), len(b), SIZE=BLOCK, num_warps=WARPS
+        )
     return out[:n]
 
 

@@ -17,9 +17,6 @@ from torch import Tensor
 
 from asyncrl.triton_kernels.backend import Backend, use_triton
 
-LARGEST_EXPONENT = 20.0
-"""Bound on the logarithm of a sequence's ratio; e^20 is 5e8, far beyond any clipping range."""
-
 
 def segment_sum(values: Tensor, cu_seqlens: Tensor, *, backend: Backend = "auto") -> Tensor:
     """[N] to [S]: the sum of each segment; 0 if it is empty. Differentiable with respect to `values`.
@@ -41,14 +38,13 @@ def segment_mean(values: Tensor, cu_seqlens: Tensor, *, backend: Backend = "auto
     return segment_sum(values, cu_seqlens, backend=backend) / cu_seqlens.diff().clamp(min=1)
 
 
-def sequence_ratio(logp: Tensor, old: Tensor, cu_seqlens: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """[N], [N] to [S]: exp of the mean of `logp - old`, the length-normalised importance ratio of each sequence.
+def sequence_log_ratio(logp: Tensor, old: Tensor, cu_seqlens: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """[N], [N] to [N]: at every token, the mean of `logp - old` over its sequence; exp of it is GSPO's ratio.
 
-    Zheng et al. 2025 (GSPO, arXiv:2507.18071), section 4.1, equation 7. The exponent is clamped to +-20 and has
-    no gradient beyond. An empty segment has ratio 1. Otherwise as `segment_sum`.
+    Zheng et al. 2025 (arXiv:2507.18071), section 4.1. Otherwise as `segment_sum`.
     """
     mean = segment_mean(logp - old, cu_seqlens, backend=backend)
-    return mean.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT).exp()
+    return spread(mean, cu_seqlens, length=len(logp), backend=backend)
 
 
 def spread(

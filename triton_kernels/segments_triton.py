@@ -41,7 +41,8 @@ def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """See `segments.segment_sum`; without gradient."""
     out = torch.empty(len(cu_seqlens) - 1, dtype=torch.float32, device=values.device)
     whole = pad_to_16(values)
-    segment_sums[(len(out),)](whole, out, cu_seqlens.contiguous(), len(whole), SIZE=BLOCK, num_warps=WARPS)
+    with torch.cuda.device_of(whole):
+        segment_sums[(len(out),)](whole, out, cu_seqlens.contiguous(), len(whole), SIZE=BLOCK, num_warps=WARPS)
     return out
 
 

@@ -38,24 +38,24 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What carries no gradient and is not per token; see `rl_head`."""
+    """What carries no gradient; see `rl_head`."""
 
-    temperature: float | Tensor = 1.0
-    softcap: float | None = None
-    ignore: int | None = None
-    squares: bool = False
-    workspace_bytes: int = 1 << 30
-    shard: Shard | None = None
-    backend: Backend = "auto"
+    temperature: float | Tensor
+    softcap: float | None
+    ignore_index: int | None
+    squares: bool
+    workspace_bytes: int
+    shard: Shard | None
+    backend: Backend
 
 
+@dataclass(frozen=True)
 class Gradients:
-    """Gradients as they are summed up: those of the weight and the bias in float32, whatever the inputs are."""
+    """Gradients as they are summed up; None for inputs that need none. What is summed is float32."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.hidden = torch.empty_like(hidden)
-        self.weight = torch.zeros_like(weight, dtype=torch.float32)
-        self.bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
 
 
 class Sweep:
@@ -68,9 +68,9 @@ class Sweep:
         self._bias = None if bias is None else bias.detach().float().clamp(min=LOWEST)
         self._options, self._first = options, options.shard.first if options.shard else 0
         n = len(labels)
-        self.keep = None if options.ignore is None else labels != options.ignore
+        self.keep = None if options.ignore_index is None else labels != options.ignore_index
         """[N] bool: tokens that are not ignored; None: all."""
-        self._labels = labels if self.keep is None else torch.where(self.keep, labels, 0)
+        self._labels = labels.contiguous() if self.keep is None else torch.where(self.keep, labels, 0)
         self._inverse = _inverse(options.temperature, n, hidden.device)
         self._rows = _row_steps(hidden.device, options.backend)
         # A CPU has no product with narrow inputs and float32 output.
@@ -87,8 +87,9 @@ class Sweep:
             ValueError: the sequences do not cover the tokens.
         """
         vocabulary, size = self._weight.shape
-        row = self._rows.row_bytes(vocabulary, self._narrow) + (0 if self._narrow else 8 * size)
-        rows = rows_that_fit(self._options.workspace_bytes, row, self._rows.fixed_bytes(vocabulary))
+        row = self._rows.row_bytes(vocabulary, self._narrow) + 8 * size
+        fixed = self._rows.fixed_bytes(vocabulary, self._hidden.device)
+        rows = rows_that_fit(self._options.workspace_bytes, row, fixed)
         if self._options.shard is not None:
             rows = _least(rows, self._options.shard.group, self._hidden.device)
         found = blocks(len(self._labels), rows, sequences)
@@ -107,13 +108,19 @@ class Sweep:
         top, s, u, label, squares = statistics.unbind(1)
         log_s = s.log()
         self._norm[chunk] = top + log_s
-        self.logp[chunk] = label - top - log_s
-        self.entropy[chunk] = log_s - u / s
+        self._fill(self.logp, chunk, label - top - log_s)
+        self._fill(self.entropy, chunk, log_s - u / s)
         if self.squares is not None:
-            self.squares[chunk] = squares / s.square()
-        if self.keep is not None:
-            for values in (self.logp, self.entropy):
-                values[chunk] = torch.where(self.keep[chunk], values[chunk], 0.0)
+            self._fill(self.squares, chunk, squares / s.square())
+
+    def gradients(self, hidden: bool, weight: bool, bias: bool) -> Gradients:
+        """Where the gradients that are needed are summed up."""
+        narrow = self._options.shard is None  # The parts of several ranks are summed in float32.
+        return Gradients(
+            torch.empty_like(self._hidden, dtype=None if narrow else torch.float32) if hidden else None,
+            torch.zeros_like(self._weight, dtype=torch.float32) if weight else None,
+            torch.zeros_like(self._bias) if bias and self._bias is not None else None,
+        )
 
     def differentiate(self, block: Block, g: Tensor, h: Tensor | None, into: Gradients) -> None:
         """Adds the gradients of a block, whose last chunk was scored last and is in the buffer.
@@ -135,12 +142,17 @@ class Sweep:
             )  # fmt: skip
             self._add_products(d_logits, chunk, into)
 
-    def finish(self, gradients: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The gradients to hidden states, weight and bias; the logits are given up before the weight's is cast."""
+    def finish(self, found: Gradients) -> Gradients:
+        """The gradients in the inputs' dtypes; the logits are given up before the weight's is cast."""
         self._logits = self._logits.new_empty(0, 0)
-        if self._options.shard is not None:
-            dist.all_reduce(gradients.hidden, group=self._options.shard.group)
-        return gradients.hidden, gradients.weight.to(self._weight.dtype), gradients.bias
+        if self._options.shard is not None and found.hidden is not None:
+            dist.all_reduce(found.hidden, group=self._options.shard.group)
+        hidden = None if found.hidden is None else found.hidden.to(self._hidden.dtype)
+        weight = None if found.weight is None else found.weight.to(self._weight.dtype)
+        return Gradients(hidden, weight, found.bias)
+
+    def _fill(self, column: Tensor, chunk: slice, values: Tensor) -> None:
+        column[chunk] = values if self.keep is None else torch.where(self.keep[chunk], values, 0.0)
 
     def _compute_logits(self, chunk: slice) -> Tensor:
         """[C, V] float32 into the buffer: rounding logits to bfloat16 moves log-probs by up to 0.06."""
@@ -153,14 +165,19 @@ class Sweep:
 
     def _add_products(self, d_logits: Tensor, chunk: slice, into: Gradients) -> None:
         hidden = self._hidden[chunk]
-        if self._narrow:
-            torch.mm(d_logits, self._head, out=into.hidden[chunk])
+        if into.hidden is not None:
+            # A product that rounds its partial sums to bfloat16 would lose digits over so many labels.
+            into.hidden[chunk] = (
+                torch.mm(d_logits, self._head, out_dtype=torch.float32)
+                if self._narrow
+                else _long_product(d_logits, self._head)
+            )
+        if into.weight is not None and self._narrow:
             torch.addmm(into.weight, d_logits.t(), hidden, out_dtype=torch.float32, out=into.weight)
-        else:
-            _long_product(d_logits, self._head, into.hidden[chunk])
+        elif into.weight is not None:
             into.weight.addmm_(d_logits.t(), hidden.float())
         if into.bias is not None:
-            into.bias += d_logits.sum(0, dtype=torch.float32)
+            into.bias.add_(d_logits.sum(0, dtype=torch.float32))
 
 
 def _row_steps(device: torch.device, backend: Backend) -> ModuleType:
@@ -178,16 +195,15 @@ def _inverse(temperature: float | Tensor, n: int, device: torch.device) -> Tenso
     return torch.full((n,), 1 / temperature, dtype=torch.float32, device=device)
 
 
-def _long_product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b, summed in float32, whose inner dimension is the vocabulary.
+def _long_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32, whose inner dimension is the vocabulary.
 
     One running sum over 150,000 terms costs up to two digits, as the plain product of a few rows shows.
     """
-    total = out.zero_() if out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
+    total = a.new_zeros(a.shape[0], b.shape[1])
     for columns, rows in zip(a.split(SUMMANDS, 1), b.split(SUMMANDS), strict=True):
         total += columns @ rows
-    if total is not out:
-        out.copy_(total)
+    return total
 
 
 def _least(rows: int, group: dist.ProcessGroup, device: torch.device) -> int:
@@ -205,5 +221,5 @@ def _joined(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
     largest = top.amax(0)
     gap = top - largest
     w = gap.exp()
-    columns = (w * s, w * (u + gap * s), label, w.square() * squares)
-    return torch.stack([largest, *(column.sum(0) for column in columns)], 1)
+    s, u, squares = (column.sum(0) for column in (w * s, w * (u + gap * s), w.square() * squares))
+    return torch.stack([largest, s, u, label.amax(0), squares], 1)

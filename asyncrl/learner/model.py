@@ -96,7 +96,7 @@ def head_loss(
         labels=row.labels,
         token_loss=token_loss,
         temperature=temperature,
-        sequences=row.sequences if whole else None,
+        sequences=row.tokens.lengths if whole else None,
         workspace_bytes=workspace_bytes,
         **head(hf),
     )

@@ -40,8 +40,6 @@ class Row:
     """[n] int64: positions whose hidden state predicts a label."""
     labels: Tensor
     """[n] int64."""
-    sequences: list[int]
-    """Trained tokens of each sequence; the labels stand in this order."""
     tokens: Tokens
     """Data of the trained tokens, [n] each."""
     lag: Tensor
@@ -197,12 +195,11 @@ def _row(
         segments=segments(lengths.tolist(), owner).to(device),
         states=move(owner[label - 1], torch.int64),
         labels=move(ids[label].astype(np.int64), torch.int64),
-        sequences=trained.tolist(),
         tokens=Tokens(
             behaviour=of_tokens(share.behaviour),
             advantage=of_tokens(advantage),
             weight=of_tokens(weight),
-            sequence=move(np.repeat(np.arange(len(trained)), trained), torch.int64),
+            lengths=trained.tolist(),
         ),
         lag=move(share.lag[part][label], torch.int64),
     )

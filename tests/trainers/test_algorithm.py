@@ -64,9 +64,9 @@ def test_failed_episodes_move_no_baseline():
     assert with_failure[1] == 0
 
 
-def tokens_of(behaviour, advantage, weight, sequence=None):
-    """Tokens of one sequence, if nothing else is said."""
-    return Tokens(behaviour, advantage, weight, torch.zeros(len(weight)).long() if sequence is None else sequence)
+def tokens_of(behaviour, advantage, weight):
+    """Tokens of one sequence."""
+    return Tokens(behaviour, advantage, weight, [len(weight)])
 
 
 def slow_ppo(logp, old, advantage, low, high, dual):
@@ -155,12 +155,22 @@ def test_a_clipped_loss_of_sequence_ratios_is_gspo(lengths, seed, clip):
     weight = AGGREGATIONS["sequence_mean"](sizes.double(), Totals(n, len(lengths))).repeat_interleave(sizes)
     data = Tokens(
         torch.tensor(old), torch.tensor(advantages).repeat_interleave(sizes), weight,
-        torch.arange(len(lengths)).repeat_interleave(sizes),
+        lengths,
     )  # fmt: skip
     loss, _ = build(algo).token_loss(x, torch.zeros(n), data)
     loss.sum().backward()
     assert loss.sum().item() == pytest.approx(expected, abs=1e-9)
     np.testing.assert_allclose(x.grad.numpy(), gradient, atol=1e-9)
+
+
+def test_a_chunk_of_tokens_keeps_the_lengths_of_what_it_holds():
+    vector = torch.arange(9.0)
+    tokens = Tokens(vector, vector, vector, [3, 0, 2, 4])
+    assert list(tokens[0:9].lengths) == [3, 0, 2, 4]
+    assert list(tokens[3:5].lengths) == [2]
+    assert list(tokens[2:6].lengths) == [1, 0, 2, 1]
+    assert tokens[3:9].edges().tolist() == [0, 2, 6]
+    assert tokens[2:6].weight.tolist() == [2, 3, 4, 5]
 
 
 def test_cispo_keeps_the_gradient_of_a_clipped_token_where_ppo_drops_it():

@@ -49,6 +49,8 @@ def test_a_key_of_the_user_replaces_one_part_of_the_preset():
         (Algo(advantage="zzz"), "algo.advantage = 'zzz' is unknown; allowed: grpo"),
         (Algo(loss="reinforce", proximal="behaviour"), "uncorrected"),
         (Algo(clip_dual=0.5), "clip_dual"),
+        (Algo(ratio="sequence"), "proximal"),
+        (Algo(ratio="sequence", loss="reinforce"), "has no ratio"),
     ],
 )
 def test_a_wrong_name_or_contradiction_is_refused_with_the_way_out(algo, message):

@@ -3,6 +3,8 @@
 Triton reads TRITON_INTERPRET when a kernel is decorated. It is set only while the kernel modules are imported:
 later it would reach every process that other tests start. A first launch imports gluon, which would find its
 library compiled and the interpreter gone; so that comes before.
+
+ASYNCRL_TEST_COMPILED=1 leaves the kernels compiled, for `test_gpu.py`. The other tests of this folder then fail.
 """
 
 import importlib
@@ -17,9 +19,10 @@ KERNELS = sorted(path.stem for path in (Path(__file__).parents[2] / "triton_kern
 
 sys.path.insert(0, str(Path(__file__).parent))  # For `head_problems`.
 torch.set_num_threads(1)
-os.environ["TRITON_INTERPRET"] = "1"
-try:
-    for name in KERNELS:
-        importlib.import_module(f"asyncrl.triton_kernels.{name}")
-finally:
-    del os.environ["TRITON_INTERPRET"]
+if os.environ.get("ASYNCRL_TEST_COMPILED") != "1":
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        for name in KERNELS:
+            importlib.import_module(f"asyncrl.triton_kernels.{name}")
+    finally:
+        del os.environ["TRITON_INTERPRET"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,7 +164,9 @@ def rows_workspace(p: Problem, rows: int, backend: str) -> int:
 
     implementation = rows_triton if backend == "triton" else rows_torch
     vocabulary = len(p.weight)
-    return implementation.fixed_bytes(vocabulary) + rows * implementation.row_bytes(vocabulary, False)
+    return implementation.fixed_bytes(vocabulary, p.weight.device) + rows * (
+        implementation.row_bytes(vocabulary, False) + 8 * p.weight.shape[1]
+    )
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
@@ -178,3 +181,18 @@ def assert_equal(actual: Result, expected: Result, tolerance: float = 1e-5) -> N
         if b is not None:
             found = distance(a, b)
             assert found < tolerance, f"{name}: {found}"
+
+
+def _shard_variants() -> dict[str, tuple[Problem, dict[str, Any]]]:
+    """Heads whose vocabulary is divided, and the settings of each."""
+    p = problem(v=257)
+    everything = replace(p, bias=torch.linspace(-2, 2, 257), softcap=5.0, temperature=torch.linspace(0.5, 2, 37))
+    ignored = replace(everything, labels=torch.where(torch.arange(37) % 5 == 0, -100, p.labels))
+    return {
+        "plain": (replace(p, temperature=0.7), {}),
+        "everything": (ignored, {"ignore_index": -100, "backend": "triton"}),
+        "whole sequences": (everything, {"sequences": p.lengths}),
+    }
+
+
+SHARD_VARIANTS = _shard_variants()

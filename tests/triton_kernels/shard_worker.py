@@ -9,39 +9,44 @@ import sys
 
 import torch
 import torch.distributed as dist
-from head_problems import losses, problem
+from head_problems import SHARD_VARIANTS as VARIANTS
+from head_problems import losses
 from safetensors.torch import save_file
 
 from asyncrl.triton_kernels.rl_head import logprob_and_entropy, rl_head
 from asyncrl.triton_kernels.sweep import Shard
 
 
-def main(rank: int, edges: list[int], store: str, out: str) -> None:
+def main(rank: int, edges: list[int], variant: str, store: str, out: str) -> None:
     torch.set_num_threads(1)
-    size = len(edges) - 1
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(edges) - 1)
     group = dist.group.WORLD
     assert group is not None
-    p = problem(v=edges[-1])
+    p, settings = VARIANTS[variant]
+    loss = losses(p)["gspo" if "sequences" in settings else "reinforce"]
     mine = slice(edges[rank], edges[rank + 1])
     hidden, weight = p.hidden.clone().requires_grad_(), p.weight[mine].clone().requires_grad_()
-    shard = Shard(group, mine.start)
+    bias = None if p.bias is None else p.bias[mine].clone().requires_grad_()
+    # Ranks with more labels fit fewer rows; they must agree.
+    head = {
+        "temperature": p.temperature, "bias": bias, "softcap": p.softcap, "shard": Shard(group, mine.start),
+        "workspace_bytes": (4 << 20) + 4 * 1500, "backend": settings.get("backend", "auto"),
+        "ignore_index": settings.get("ignore_index"),
+    }  # fmt: skip
     output = rl_head(
-        hidden, weight, p.labels, token_loss=losses(p)["reinforce"], shard=shard, squares=True, temperature=0.7,
-        workspace_bytes=(4 << 20) + 4 * 16 * 100,
-    )  # fmt: skip
+        hidden, weight, p.labels, token_loss=loss, squares=True, sequences=settings.get("sequences"), **head
+    )
     output.loss.backward()
-    logp, _ = logprob_and_entropy(p.hidden, p.weight[mine], p.labels, shard=shard, temperature=0.7)
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    assert output.squares is not None
+    logp, _ = logprob_and_entropy(p.hidden, p.weight[mine], p.labels, **head)
     found = {
         "loss": output.loss.detach(), "logp": output.logp, "entropy": output.entropy, "squares": output.squares,
         "d_hidden": hidden.grad, "d_weight": weight.grad, "alone": logp,
     }  # fmt: skip
-    save_file(found, out)
+    if bias is not None:
+        found["d_bias"] = bias.grad
+    save_file({name: tensor for name, tensor in found.items() if tensor is not None}, out)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), [int(edge) for edge in sys.argv[2].split(",")], sys.argv[3], sys.argv[4])
+    main(int(sys.argv[1]), [int(edge) for edge in sys.argv[2].split(",")], *sys.argv[3:])

@@ -53,17 +53,22 @@ def test_beyond_inputs_and_gradients_only_the_workspace_is_allocated(n):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_of_65536_tokens_and_151936_labels_fits_inputs_gradients_and_workspace(dtype, monkeypatch):
+@pytest.mark.parametrize(("n", "size"), [(65_536, 1536), (8192, 5120)])
+def test_a_batch_of_151936_labels_fits_inputs_gradients_and_workspace(dtype, n, size):
     """On tensors without memory: every shape is real, no number is computed."""
-    monkeypatch.setattr(rows_torch, "SCRATCH_BYTES", 64 * MIB)
-    most, inputs, gradients = peak(65_536, 1536, 151_936, 1024 * MIB, "meta", dtype)
-    assert most <= inputs + gradients + 1024 * MIB + 100 * 65_536
+    most, inputs, gradients = peak(n, size, 151_936, 1024 * MIB, "meta", dtype)
+    # At the end the weight's gradient is cast, and the workspace is free by then.
+    cast = 151_936 * size * 2 if dtype == torch.bfloat16 else 0
+    assert most <= inputs + gradients + max(1024 * MIB, cast) + 100 * n
 
 
 @pytest.mark.parametrize("implementation", [rows_torch, rows_triton])
 @pytest.mark.parametrize("vocabulary", [17, 5003, 151_936])
 def test_the_planned_rows_and_what_is_fixed_fill_the_workspace(implementation, vocabulary):
-    row, fixed = implementation.row_bytes(vocabulary, False), implementation.fixed_bytes(vocabulary)
+    row, fixed = (
+        implementation.row_bytes(vocabulary, False),
+        implementation.fixed_bytes(vocabulary, torch.device("cpu")),
+    )
     rows = rows_that_fit(512 * MIB, row, fixed)
     assert fixed + rows * row <= 512 * MIB < fixed + (rows + 16) * row
     assert implementation.buffer(3, vocabulary, torch.device("meta")).untyped_storage().nbytes() <= 3 * row
@@ -95,5 +100,5 @@ def test_chunks_are_even_and_cover_all_tokens(n):
     found = [block.chunks[0] for block in blocks(n, 16, None)]
     sizes = [chunk.stop - chunk.start for chunk in found]
     assert [i for chunk in found for i in range(chunk.start, chunk.stop)] == list(range(n))
-    assert not sizes or max(sizes) - min(sizes) <= 1
+    assert all(size == sizes[0] for size in sizes[:-1])
     assert len(sizes) == -(-n // 16)
