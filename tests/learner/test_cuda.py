@@ -1,4 +1,10 @@
-"""The learner on a GPU: the same numbers as on the CPU. Skipped where there is no GPU."""
+"""The learner on a GPU: the same numbers as on the CPU. Skipped where there is no GPU.
+
+It needs compiled kernels: run it by itself, `pytest tests/learner/test_cuda.py`. With the tests of the kernels in
+the same run they are interpreted.
+"""
+
+import sys
 
 import pytest
 import torch
@@ -8,6 +14,13 @@ from asyncrl.learner.update import Trainer
 from asyncrl.triton_kernels.rl_head import rl_head
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def compiled_kernels():
+    kernels = sys.modules.get("asyncrl.triton_kernels.rows_triton")
+    if kernels is not None and type(kernels.row_statistics).__name__ != "JITFunction":
+        pytest.skip("the kernels are interpreted in this run: pytest tests/learner/test_cuda.py")
 
 
 def test_packed_attention_equals_the_cpu_with_gradients():
