@@ -223,9 +223,9 @@ class Learner(Section):
     """AdamW's betas."""
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""
-    head_workspace_mb: PositiveInt = 1024
-    """MiB for the RL head's logits, which exist for a chunk of tokens at a time. More than about 4000 tokens
-    (4 bytes x vocabulary each) gain nothing; fewer than 1000 make a GPU's products slow."""
+    head_workspace_mb: PositiveInt | None = None
+    """MiB for the RL head's logits, which exist for a chunk of tokens at a time; default: 1024, on a CPU 256. On a
+    GPU, more than about 4000 tokens (4 bytes x vocabulary each) gain nothing, and fewer than 1000 make it slow."""
     threads: PositiveInt = 1
     """CPU threads of each rank."""
     cores: list[int] = []

@@ -32,6 +32,8 @@ from asyncrl.triton_kernels.backend import Backend
 from asyncrl.triton_kernels.sweep import Gradients, Options, Shard, Sweep
 
 WORKSPACE_BYTES = 1 << 30
+CPU_WORKSPACE_BYTES = 1 << 28
+"""On a CPU more rows gain nothing, and fresh pages cost time."""
 
 TokenLoss = Callable[[Tensor, Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
 """`(logp [C], entropy [C], which tokens) -> (loss [C], metrics [C] by name)`. The first two carry gradient.
@@ -66,7 +68,7 @@ def rl_head(
     ignore_index: int | None = None,
     sequences: Sequence[int] | None = None,
     squares: bool = False,
-    workspace_bytes: int = WORKSPACE_BYTES,
+    workspace_bytes: int | None = None,
     shard: Shard | None = None,
     backend: Backend = "auto",
 ) -> HeadOutput:
@@ -91,7 +93,8 @@ def rl_head(
             leave them out of its sums.
         sequences: lengths of the N tokens' sequences, for a loss that needs each of them whole.
         squares: whether the sum of squared probabilities is wanted.
-        workspace_bytes: of the logits of one chunk; at least one row is computed at a time.
+        workspace_bytes: of the logits of one chunk; at least one row is computed at a time. None: 1 GiB, or on a
+            CPU 256 MiB.
         shard: the vocabulary is divided over ranks, which have the same tokens. One collective per chunk, one
             before and one after the sweep; d hidden is whole on every rank.
         backend: of the row steps.
@@ -105,7 +108,8 @@ def rl_head(
         RuntimeError: at a second `backward`.
     """
     _check(hidden, weight, labels, bias, temperature, softcap, ignore_index, shard)
-    options = Options(temperature, softcap, ignore_index, squares, workspace_bytes, shard, backend)
+    workspace = _workspace(workspace_bytes, hidden.device)
+    options = Options(temperature, softcap, ignore_index, squares, workspace, shard, backend)
     kept: dict[str, Any] = {}
     grad = torch.is_grad_enabled()
     with _no_autocast(hidden.device):
@@ -123,7 +127,7 @@ def logprob_and_entropy(
     bias: Tensor | None = None,
     softcap: float | None = None,
     ignore_index: int | None = None,
-    workspace_bytes: int = WORKSPACE_BYTES,
+    workspace_bytes: int | None = None,
     shard: Shard | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -132,13 +136,20 @@ def logprob_and_entropy(
     Arguments and errors as in `rl_head`.
     """
     _check(hidden, weight, labels, bias, temperature, softcap, ignore_index, shard)
-    options = Options(temperature, softcap, ignore_index, False, workspace_bytes, shard, backend)
+    workspace = _workspace(workspace_bytes, hidden.device)
+    options = Options(temperature, softcap, ignore_index, False, workspace, shard, backend)
     with _no_autocast(hidden.device):
         sweep = Sweep(hidden, weight, bias, labels, options)
         for block in sweep.plan(None):
             for chunk in block.chunks:
                 sweep.score(chunk)
     return sweep.logp, sweep.entropy
+
+
+def _workspace(workspace_bytes: int | None, device: torch.device) -> int:
+    if workspace_bytes is not None:
+        return workspace_bytes
+    return CPU_WORKSPACE_BYTES if device.type == "cpu" else WORKSPACE_BYTES
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -82,7 +82,7 @@ def head(hf: Any) -> dict[str, Any]:
 
 
 def head_loss(
-    hf: Any, row: Row, token_loss: TokenLoss, temperature: float, workspace_bytes: int, whole: bool
+    hf: Any, row: Row, token_loss: TokenLoss, temperature: float, workspace_bytes: int | None, whole: bool
 ) -> HeadOutput:
     """Forward of one packed row through the model and the RL head; `work` for `Policy.forward`.
 

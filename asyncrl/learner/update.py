@@ -147,7 +147,8 @@ class Trainer:
         return parameters | {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
 
     def _forward_backward(self, row: Row, token_loss: TokenLoss) -> HeadOutput:
-        temperature, workspace = self.config.sampling.temperature, self.config.learner.head_workspace_mb << 20
+        temperature, limit = self.config.sampling.temperature, self.config.learner.head_workspace_mb
+        workspace = None if limit is None else limit << 20
         out: HeadOutput = self.policy(
             model.head_loss, row, token_loss, temperature, workspace, self.algorithm.sequence_level
         )

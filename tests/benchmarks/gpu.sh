@@ -55,7 +55,7 @@ train() {
     "$PYTHON" -P -m asyncrl train --algo dapo --plain --learner.device cuda --generator.device cuda \
         --generator.count 1 --steps 60 --run.dir "$work/runs" --name gpu --toy.cache_dir "$work/toy" |
         tee "$work/train.txt" || return
-    sed -n '/^reward /,$p' "$work/train.txt" | report train
+    sed -n '/^reward /,/^restarts /p' "$work/train.txt" | report train
 }
 
 report() {  # Lines of standard input, with what they were measured on, as gpu_NAME.json.

@@ -114,7 +114,7 @@ def scored(scores: Scores) -> Run:
     return run
 
 
-def ours(workspace_bytes: int, backend: Backend) -> Run:
+def ours(workspace_bytes: int | None, backend: Backend) -> Run:
     """`rl_head`, and `logprob_and_entropy` for the task without gradients."""
 
     def run(p: Problem, task: str) -> Tensor:

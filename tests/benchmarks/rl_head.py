@@ -48,8 +48,6 @@ from peers import (
 )
 from torch import Tensor
 
-from asyncrl.triton_kernels.rl_head import WORKSPACE_BYTES
-
 THREADS = 2
 CHECKED_TOKENS, CHECKED_BONUS = 64, 1.0
 """A large bonus, so that a missing gradient of the entropy shows."""
@@ -73,7 +71,7 @@ class Preset(NamedTuple):
     repeats: int
 
 
-SMALL = Preset("cpu", 4096, 32000, (256,), torch.float32, (64 << 20, 256 << 20), 5)
+SMALL = Preset("cpu", 4096, 32000, (256,), torch.float32, (64 << 20, 1 << 30), 5)
 FULL = Preset("cuda", 8192, 151936, (1536, 3584, 5120), torch.bfloat16, (1024, 2048, 4096), 15)
 FULL = FULL._replace(workspaces=tuple(rows * 4 * FULL.vocabulary for rows in FULL.workspaces))
 
@@ -84,10 +82,10 @@ def contenders(preset: Preset) -> list[Contender]:
     def own(name: str, tasks: tuple[str, ...], run: Run) -> Contender:
         return Contender(name, "all of these", tasks, lambda device: run)
 
-    found = [own("ours", TASKS, ours(WORKSPACE_BYTES, "auto"))]
+    found = [own("ours", TASKS, ours(None, "auto"))]
     found += [own(f"ours, {size / 1e6:.0f} MB", TASKS[:1], ours(size, "auto")) for size in preset.workspaces]
     if preset.device == "cuda":
-        found.append(own("ours, torch rows", TASKS, ours(WORKSPACE_BYTES, "torch")))
+        found.append(own("ours, torch rows", TASKS, ours(None, "torch")))
     return found + CONTENDERS
 
 
