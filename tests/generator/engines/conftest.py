@@ -239,12 +239,18 @@ class Subject:
         self.holds = key
         return await self.engine.update(self.staged(key, self.engine.version + 1), kv)
 
+    def processes(self) -> list[int]:
+        """What runs beside this process and answers its calls."""
+        if self._server is not None:
+            return [self._server.pid]
+        return _descendants("EngineCore") if self.case == "vllm-async" else []
+
     async def kill(self) -> None:
         """Makes the engine die as it can die: its process, or its thread's engine."""
         if self._server is not None:
             self._server.kill()
         elif self.case == "vllm-async":
-            for pid in _descendants("EngineCore"):
+            for pid in self.processes():
                 os.kill(pid, signal.SIGKILL)
         else:
             engine: Any = self.engine

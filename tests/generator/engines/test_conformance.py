@@ -8,6 +8,8 @@ SGLang is asked through a fake server (`fake_sglang.py`), for it cannot be insta
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -316,6 +318,25 @@ def test_a_failed_update_poisons_the_engine_and_another_one_continues_its_reques
     restarted.close()
     assert len(tokens(answer)) == 200 - len(tokens(got))
     assert error < 1e-4
+
+
+def test_a_process_that_dies_within_an_update_ends_it_at_once(fresh):
+    if not fresh.processes():
+        pytest.skip("this engine has no process of its own")
+
+    async def scenario():
+        await fresh.whole([1], max_tokens=2)
+        for pid in fresh.processes():
+            os.kill(pid, signal.SIGSTOP)
+        update = asyncio.create_task(fresh.load("b", "keep"))
+        await asyncio.sleep(1)
+        assert not update.done()
+        await fresh.kill()
+        with pytest.raises(EngineDead):
+            async with asyncio.timeout(30):  # The call's own limit, `generator.stall_s`, is ten times that.
+                await update
+
+    fresh.run(scenario())
 
 
 def test_an_engine_that_dies_says_so_to_everyone_who_waits(fresh):
