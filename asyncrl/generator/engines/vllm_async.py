@@ -11,7 +11,7 @@
     | waits for          | who                 | limit                                            |
     |--------------------|---------------------|--------------------------------------------------|
     | tokens             | consumers           | `generator.stall_s` without any token            |
-    | an update's calls  | update()            | `generator.stall_s` each                         |
+    | an update's calls  | update()            | `generator.stall_s` each, or the engine's death  |
     | the end of one     | new requests        | the update's own limits                          |
 
 Which version sampled a token: outputs come from the engine core in order, and after the answer to `pause` nothing
@@ -251,11 +251,17 @@ class AsyncVllmEngine:
             turns = turns + 1 if seen == self._outputs else 0
 
     async def _limited(self, call: Awaitable[T], what: str) -> T:
+        """The answer to a call, which vLLM never gives if its engine core dies meanwhile."""
+        answer, until = asyncio.ensure_future(call), time.monotonic() + self._stall_s
         try:
-            async with asyncio.timeout(self._stall_s):
-                return await call
-        except TimeoutError:
-            raise TimeoutError(f"vLLM has not answered for {self._stall_s:g} s: {what}") from None
+            while not (await asyncio.wait({answer}, timeout=FLUSH_S))[0]:
+                if self._engine.errored:
+                    raise self._engine.dead_error
+                if time.monotonic() > until:
+                    raise TimeoutError(f"vLLM has not answered for {self._stall_s:g} s: {what}")
+            return answer.result()
+        finally:
+            answer.cancel()
 
     # ---- life ------------------------------------------------------------------------------------
 
