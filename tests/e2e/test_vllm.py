@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from importlib.util import find_spec
-from pathlib import Path
 
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")]
@@ -15,10 +16,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, re
 def _children(pid: int, name: str) -> list[int]:
     """Living processes below `pid` whose title holds `name`."""
     found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            title = Path(f"/proc/{child}/cmdline").read_text() + Path(f"/proc/{child}/comm").read_text()
-            found += [child] * (name in title) + _children(child, name)
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if name in " ".join([*child.cmdline(), child.name()]):
+                found.append(child.pid)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import gc
 import itertools
@@ -16,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -282,14 +284,13 @@ class Subject:
         return float(self.errors(prompt, deltas, key, temperature).max())
 
 
-def _descendants(name: str, pid: int = 0) -> list[int]:
+def _descendants(name: str) -> list[int]:
     """This process's children and theirs whose title holds `name`."""
     found = []
-    for task in Path(f"/proc/{pid or os.getpid()}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            if name in Path(f"/proc/{child}/cmdline").read_text() + Path(f"/proc/{child}/comm").read_text():
-                found.append(child)
-            found += _descendants(name, child)
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if name in " ".join([*child.cmdline(), child.name()]):
+                found.append(child.pid)
     return found
 
 
