@@ -1,34 +1,25 @@
-"""The scheduler, by hand and in simulated time: pacing, lag, leases, groups, sealing, and no deadlock."""
+"""The scheduler, by hand: pacing, leases, groups, sealing. `test_scheduler_simulated.py` has the rest."""
 
-import heapq
-import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config import Config
 from asyncrl.groups import EpisodeState
 from asyncrl.leases import Grant
 from asyncrl.messages import Chunk, EpisodeEnd, Task
-from asyncrl.scheduler import Rules, Scheduler, Sealed, Verdict
+from asyncrl.scheduler import Rules, Scheduler, Verdict
+from asyncrl.trainers.filters import equal_rewards, keep_all
 
 RULES = Rules(
     groups_per_step=2, group_size=2, max_lag=1, over_age="train", reuse=1, order="fifo", steps=10,
     lease_s=10.0, seed=0, ranks=1, token_budget=1000,
 )  # fmt: skip
-
-
-def keep_all(rewards: Sequence[float | None]) -> str | None:
-    return None
-
-
-def differ(rewards: Sequence[float | None]) -> str | None:
-    return None if len(set(rewards)) > 1 else "equal rewards"
 
 
 def make(keep: Callable[..., str | None] = keep_all, **changes: Any) -> Scheduler:
@@ -129,7 +120,7 @@ def test_episodes_have_distinct_seeds_that_do_not_change_between_runs() -> None:
 
 
 def test_a_filtered_group_gives_its_place_back() -> None:
-    scheduler = make(differ)
+    scheduler = make(equal_rewards)
     grants = start(scheduler)
     assert not scheduler.may_admit()
     run(scheduler, grants[0], 1.0)
@@ -433,221 +424,6 @@ def test_a_run_that_is_over_leaves_no_episode_live() -> None:
     assert sum(final(scheduler).values()) == scheduler.next_episode_id
     assert not scheduler.may_admit()
     scheduler.check()
-
-
-# ---- simulated time ------------------------------------------------------------------------------
-
-
-@dataclass
-class Sim:
-    """Generators that die, join, lag and forget heartbeats; a learner that publishes late. No real time."""
-
-    rules: Rules
-    seed: int
-    p_fail: float = 0.1
-    max_length: int = 12
-    deaths: bool = True
-    sealed: list[Sealed] = field(default_factory=list)
-    versions: dict[int, list[int]] = field(default_factory=dict)  # episode -> version of each accepted token
-    lengths: dict[int, int] = field(default_factory=dict)  # sealed episode -> length by the scheduler
-    moved: set[int] = field(default_factory=set)  # episodes that were granted again with a prefix
-
-    def __post_init__(self) -> None:
-        self.rng = random.Random(self.seed)
-        self.scheduler = Scheduler(self.rules, differ if self.rules.group_size > 1 else keep_all)
-        self.now = 0.0
-        self.agenda: list[tuple[float, int, Callable[[], None]]] = []
-        self.running: dict[str, dict[int, tuple[int, int]]] = {}  # generator -> lease -> (episode, next seq)
-        self.applied: dict[str, int] = {}
-        self.incarnations: dict[str, str] = {}
-        self.starts = 0
-        self.published = 0
-
-    def at(self, delay: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self.agenda, (self.now + delay, self.rng.getrandbits(60), action))
-
-    def run(self, generators: int, capacity: int) -> None:
-        self.capacity = capacity
-        for n in range(generators):
-            self.at(self.rng.random() * 5, lambda name=f"g{n}": self.boot(name))
-        self.at(0.0, self.learn)
-        while not self.scheduler.done:
-            assert self.agenda, "nothing will ever happen again"
-            self.now, _, action = heapq.heappop(self.agenda)
-            assert self.now < 20_000, f"no end in sight: {self.scheduler.counts()}"
-            action()
-            self.scheduler.lapse(self.now)
-            admit_all(self.scheduler)
-            for grant in self.scheduler.grant(self.now):
-                if grant.next_seq > 0:
-                    self.moved.add(grant.episode_id)
-                self.running[grant.generator][grant.lease_id] = (grant.episode_id, grant.next_seq)
-            self.scheduler.check()
-        self.scheduler.finish("run ended")
-        self.scheduler.check()
-
-    def boot(self, name: str) -> None:
-        self.starts += 1
-        self.running[name] = {}
-        self.incarnations[name] = str(self.starts)
-        self.applied[name] = self.rng.randint(0, self.published)
-        incarnation = self.incarnations[name]
-        self.scheduler.generator_joined(name, incarnation, self.capacity, self.applied[name], [], self.now)
-        self.update(name, self.published, incarnation)
-        self.at(1.0, lambda: self.tick(name, incarnation))
-
-    def update(self, name: str, version: int, incarnation: str) -> None:
-        def apply() -> None:
-            if self.incarnations[name] == incarnation:
-                self.applied[name] = max(self.applied[name], version)
-                self.scheduler.generator_version(name, self.applied[name])
-
-        self.at(self.rng.random() * 6, apply)
-
-    def tick(self, name: str, incarnation: str) -> None:
-        # One generator in three dies for good within a hundred ticks, but never the first.
-        if self.deaths and self.rng.random() < 0.01:
-            if self.rng.random() < 0.5:
-                self.scheduler.generator_left(name)
-                self.running[name] = {}
-            if name == "g0" or self.rng.random() < 0.6:
-                self.at(self.rng.random() * 40, lambda: self.boot(name))
-            return
-        if self.rng.random() < 0.8:
-            for lease_id in self.scheduler.heartbeat(name, list(self.running[name]), self.now):
-                del self.running[name][lease_id]
-        for lease_id in list(self.running[name]):
-            self.advance(name, lease_id)
-        self.at(self.rng.random() * 2, lambda: self.tick(name, incarnation))
-
-    def advance(self, name: str, lease_id: int) -> None:
-        episode_id, seq = self.running[name][lease_id]
-        if seq > 0 and self.rng.random() < 2 / self.max_length:
-            failed = self.rng.random() < self.p_fail
-            reward = None if failed else float(self.rng.random() < 0.5)
-            status = "failed_environment" if failed else "completed"
-            verdict = self.scheduler.end(EpisodeEnd(lease_id, episode_id, seq, status, reward, 1), self.now)
-            del self.running[name][lease_id]
-        else:
-            n = self.rng.randint(1, 3)
-            verdict = self.scheduler.chunk(Chunk(lease_id, episode_id, seq, n, self.applied[name], True))
-            self.running[name][lease_id] = (episode_id, seq + 1)
-            if verdict is Verdict.ACCEPTED:
-                self.versions.setdefault(episode_id, []).extend([self.applied[name]] * n)
-        if verdict is Verdict.REFUSED:
-            self.running[name].pop(lease_id, None)
-
-    def learn(self) -> None:
-        sealed = self.scheduler.seal(self.now)
-        if sealed is None:
-            self.at(1.0, self.learn)
-            return
-        self.sealed.append(sealed)
-        self.lengths |= {e: self.scheduler.episodes[e].length for e in sealed.episode_ids}
-
-        def trained() -> None:
-            self.scheduler.step_done(sealed.step)
-            self.at(self.rng.random() * 10, lambda: self.publish(sealed.step))
-            self.at(0.0, self.learn)
-
-        self.at(self.rng.random() * 10, trained)
-
-    def publish(self, version: int) -> None:
-        self.published = max(self.published, version)
-        self.scheduler.published(version)
-        for name in list(self.running):
-            self.update(name, version, self.incarnations[name])
-
-    def lags(self) -> list[int]:
-        """The lag of every token of every batch."""
-        return [
-            sealed.step - 1 - version
-            for sealed in self.sealed
-            for episode_id in sealed.episode_ids
-            for version in self.versions[episode_id]
-        ]
-
-
-@st.composite
-def rules(draw: st.DrawFn, **fixed: Any) -> Rules:
-    over_age = draw(st.sampled_from(["train", "mask", "wait"]))
-    drawn = {
-        "groups_per_step": draw(st.integers(1, 4)),
-        "group_size": draw(st.integers(1, 4)),
-        "max_lag": draw(st.integers(0, 3)),
-        "over_age": over_age,
-        "reuse": draw(st.integers(1, 3)),
-        "order": "fifo" if over_age == "wait" else draw(st.sampled_from(["fifo", "freshest", "priority"])),
-        "steps": draw(st.integers(1, 6)),
-        "ranks": draw(st.integers(1, 2)),
-    }
-    return replace(RULES, **{**drawn, **fixed})
-
-
-seeds = st.integers(0, 2**32)
-
-
-@settings(max_examples=60, deadline=None)
-@given(rules(), seeds, st.integers(1, 4), st.integers(1, 6))
-def test_no_schedule_deadlocks_and_every_episode_ends_once(
-    rules: Rules, seed: int, generators: int, capacity: int
-) -> None:
-    sim = Sim(rules, seed)
-    sim.run(generators, capacity)
-    assert [sealed.step for sealed in sim.sealed] == list(range(1, rules.steps + 1))
-    assert sum(sim.scheduler.totals.values()) == sim.scheduler.next_episode_id
-    assert not sim.scheduler.episodes
-    assert not sim.scheduler.leases.active
-    uses = Counter(group_id for sealed in sim.sealed for group_id in sealed.group_ids)
-    assert all(len(set(sealed.group_ids)) == rules.groups_per_step for sealed in sim.sealed)
-    assert max(uses.values()) <= rules.reuse
-    trained = {episode_id for sealed in sim.sealed for episode_id in sealed.episode_ids}
-    assert sim.scheduler.totals["trained"] == len(trained)
-    if rules.reuse == 1:
-        # Nothing is generated that no step could use.
-        assert sim.scheduler.totals["filtered: run ended"] == 0
-        assert len(uses) == rules.steps * rules.groups_per_step
-
-
-@settings(max_examples=40, deadline=None)
-@given(rules(max_lag=0, reuse=1, steps=5), seeds, st.integers(1, 4), st.integers(1, 6))
-def test_with_max_lag_0_every_trained_token_is_of_the_version_that_trains_it(
-    rules: Rules, seed: int, generators: int, capacity: int
-) -> None:
-    sim = Sim(rules, seed)
-    sim.run(generators, capacity)
-    assert set(sim.lags()) == {0}
-
-
-@settings(max_examples=40, deadline=None)
-@given(rules(over_age="wait", order="fifo", steps=6), seeds, st.integers(1, 4), st.integers(1, 6))
-def test_waiting_bounds_the_lag_of_every_token_and_trains_in_order_of_admission(
-    rules: Rules, seed: int, generators: int, capacity: int
-) -> None:
-    sim = Sim(rules, seed)
-    sim.run(generators, capacity)
-    assert max(sim.lags()) <= rules.max_lag + rules.reuse - 1
-    order = [group_id for sealed in sim.sealed for group_id in sealed.group_ids]
-    firsts = list(dict.fromkeys(order))
-    assert firsts == sorted(firsts)
-
-
-def test_without_waiting_a_long_episode_can_be_older_than_max_lag() -> None:
-    """The bound above is not empty: without `wait` the same schedules do break it."""
-    worst = 0
-    for seed in range(20):
-        sim = Sim(replace(RULES, max_lag=1, steps=8, groups_per_step=1), seed, max_length=40)
-        sim.run(2, 4)
-        worst = max(worst, *sim.lags())
-    assert worst > 1
-
-
-def test_an_episode_that_moves_between_generators_keeps_every_accepted_token() -> None:
-    sim = Sim(replace(RULES, steps=20), 4, max_length=60)
-    sim.run(3, 3)
-    moved = sim.moved & sim.lengths.keys()
-    assert moved
-    assert all(sim.lengths[episode_id] == len(sim.versions[episode_id]) for episode_id in sim.lengths)
 
 
 def test_episode_states_are_the_words_of_the_schema() -> None:

@@ -63,7 +63,7 @@ def _number(name: str, value: Any) -> float:
     """A reward as a plain float: environments give NumPy's and others' numbers, messages carry only ours."""
     try:
         number = float(value)
-    except Exception:
+    except Exception:  # An environment's own type may raise anything; it fails its episode, named below.
         number = math.nan
     if not math.isfinite(number):
         detail = f"reward {name!r} = {value!r} is no number"

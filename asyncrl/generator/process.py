@@ -97,7 +97,7 @@ class GeneratorProcess:
             return self._exit.result()
         try:
             await self._open(self._welcome.result())
-        except (ValueError, NotImplementedError, ImportError) as error:
+        except (ValueError, ImportError) as error:
             # The fault boundary of the configuration: a restart would only find the same again.
             print(f"{self._name}: the engine cannot be opened: {type(error).__name__}: {error}", flush=True)
             return EXIT_USAGE

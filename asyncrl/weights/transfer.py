@@ -81,7 +81,7 @@ class Inbox:
             buffers = [shared.tensor for shared in self._shared]
             suspect = [index for index, (_, finite) in enumerate(found) if not finite]
             check_finite(prepare.version, [buffers[i] for i in suspect], [self._buckets[i] for i in suspect])
-        except Exception:
+        except Exception:  # Nothing is handled: a group that failed once must not be used again.
             self.close()
             raise
         segments = [Segment(s.address, bucket) for s, bucket in zip(self._shared, self._buckets, strict=True)]

@@ -51,7 +51,7 @@ class Run:
                     if happened(reader):
                         return
             assert self.process.poll() is None, f"the run ended before {what}: {self.output()}"
-            time.sleep(0.1)
+            time.sleep(0.1)  # Another process writes the journal; there is no event to wait for.
         raise AssertionError(f"{what} did not happen within {LIMIT_S} s: {self.output()}")
 
     def wait_for_step(self, step: int) -> None:

@@ -56,13 +56,13 @@ def test_episodes_of_a_killed_generator_continue_from_their_prefixes(start, acco
     for _ in range(40):
         # Stopped, it holds what it holds: kill it only in the middle of episodes.
         run.kill("generator-1", signal.SIGSTOP)
-        time.sleep(0.2)
+        time.sleep(0.2)  # What it had sent before reaches the journal.
         with run.reader() as reader:
             held = reader._one("SELECT count(*) FROM lease WHERE state = 'active' AND generator = 'generator-1'")
         if held:
             break
         run.kill("generator-1", signal.SIGCONT)
-        time.sleep(0.02)
+        time.sleep(0.02)  # It runs on for a moment, into another part of its episodes.
     run.kill("generator-1")
     assert run.wait() == 0, run.output()
     with run.reader() as reader:
@@ -97,7 +97,7 @@ def test_a_killed_supervisor_leaves_no_orphans_and_the_run_resumes(start, accoun
     run.process.wait()
     deadline = time.monotonic() + 10
     while not all(_gone(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.05)  # They are not our children, so nobody tells us when they end.
     assert all(_gone(pid) for pid in pids)
     again = start(resume=run.dir)
     assert again.wait() == 0, again.output()

@@ -52,7 +52,7 @@ WRONG_SHAPE = f"""{IN_LEARNER}
 NEVER_COMPLETES = f"""{IN_LEARNER}
     def stuck(group, snapshot):
         if now(snapshot):
-            time.sleep(6)
+            time.sleep(6)  # The fault: longer than the time-out of a transfer.
         send(group, snapshot)
     publisher.send = stuck
 """

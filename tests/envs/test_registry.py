@@ -15,7 +15,7 @@ from asyncrl.messages import Task
 class World:
     def __init__(self, size): self.size = size
     def task(self, split, index): return Task(id=str(index), prompt=[])
-    def make(self): raise NotImplementedError
+    def make(self): return self.size
 
 def make(size=3): return World(size)
 def refuses(): raise RuntimeError("no data set")

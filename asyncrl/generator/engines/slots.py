@@ -95,6 +95,10 @@ class Plan:
     """Layers that have attended through the interface; the engine's start-up check reads it."""
 
 
+class UnsupportedModel(ValueError):
+    """A model whose attention the slot cache does not compute; the text says which part, and what to do."""
+
+
 class SlotCache:
     """Keys and values of all slots, and the plan of the forward that is running."""
 
@@ -215,10 +219,10 @@ def slot_attention(
         The output, [1, tokens, heads, head_dim], and no attention weights.
 
     Raises:
-        NotImplementedError: the model needs a kind of attention that the slot cache does not compute.
+        UnsupportedModel: the model needs a kind of attention that the slot cache does not compute.
     """
     if slot_cache is None:
-        raise NotImplementedError(f"{type(module).__name__} does not hand the forward's keywords to its attention")
+        raise UnsupportedModel(f"{type(module).__name__} does not hand the forward's keywords to its attention")
     _refuse_unknown(module, slot_cache, options)
     keys, values = slot_cache.write(module.layer_idx, key[0], value[0])
     heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]
@@ -243,13 +247,13 @@ def _refuse_unknown(module: Any, cache: SlotCache, options: dict[str, Any]) -> N
     """Raises for options of the attention that would be silently ignored."""
     window = options.get("sliding_window")
     if window is not None and window < cache.max_len:
-        raise NotImplementedError(
+        raise UnsupportedModel(
             f"{type(module).__name__} attends over a sliding window of {window} positions, which slots do not "
             f"compute; a max_model_len of at most {window} makes the window irrelevant (it is {cache.max_len})"
         )
     for name in ("softcap", "s_aux"):
         if options.get(name) is not None:
-            raise NotImplementedError(
+            raise UnsupportedModel(
                 f"{type(module).__name__} needs attention with {name}, which slots do not compute"
             )
 

@@ -92,7 +92,7 @@ class TransformersEngine:
 
         Raises:
             ValueError: a size is not positive, or `max_model_len` is beyond the model's positions.
-            NotImplementedError: the model's attention does not run on slots; the text says why.
+            UnsupportedModel: the model's attention does not run on slots; the text says why.
         """
         if min(slots, flush_tokens) < 1 or max_model_len < 2:
             raise ValueError(

@@ -238,7 +238,7 @@ class FrontEnd:
         if request.method == "POST":
             self.trouble = await request.json()
             if self.trouble.get("hang"):
-                self.scheduler.post(lambda: time.sleep(3600))
+                self.scheduler.post(lambda: time.sleep(3600))  # The fault; the test kills it.
         return web.json_response(self.asked)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from asyncrl.generator.engines.base import SamplingParams, StagedWeights
+from asyncrl.generator.engines.slots import UnsupportedModel
 
 
 def staged(model: Any, version: int = 1) -> StagedWeights:
@@ -332,7 +333,7 @@ def test_a_context_beyond_the_model_s_positions_is_refused(engine_of):
 
 def test_a_sliding_window_is_refused_unless_the_context_fits_into_it(engine_of, model_of):
     model = model_of(use_sliding_window=True, sliding_window=64, max_window_layers=0)
-    with pytest.raises(NotImplementedError, match="sliding window of 64 positions"):
+    with pytest.raises(UnsupportedModel, match="sliding window of 64 positions"):
         engine_of(model, max_model_len=128)
     assert engine_of(model, max_model_len=64).version == 0
 
@@ -341,7 +342,7 @@ def test_a_model_whose_attention_does_not_go_through_the_interface_is_refused(en
     from transformers import MambaConfig, MambaForCausalLM
 
     config = MambaConfig(vocab_size=97, hidden_size=32, state_size=8, num_hidden_layers=2)
-    with pytest.raises(NotImplementedError, match="MambaForCausalLM cannot run on slots"):
+    with pytest.raises(UnsupportedModel, match="MambaForCausalLM cannot run on slots"):
         engine_of(MambaForCausalLM(config))
 
 
@@ -349,5 +350,5 @@ def test_a_model_that_changes_its_attention_s_inputs_is_refused(engine_of, model
     model = model_of()
     attention = model.model.layers[1].self_attn
     attention.forward = lambda hidden_states, **kwargs: (hidden_states, None)
-    with pytest.raises(NotImplementedError, match=r"of its 2 layers only \[0\]"):
+    with pytest.raises(UnsupportedModel, match=r"of its 2 layers only \[0\]"):
         engine_of(model)
