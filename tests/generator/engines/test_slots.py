@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.generator.engines.sampling import sample, seed_key, uniform
-from asyncrl.generator.engines.slots import SlotCache, arrange, size_class, slot_attention
+from asyncrl.generator.engines.slots import SlotCache, UnsupportedModel, arrange, size_class, slot_attention
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 4)), max_size=40))
@@ -41,7 +41,7 @@ def test_moves_that_form_a_cycle_keep_both_rows(model_of):
 
 def test_attention_without_a_cache_in_the_forward_s_keywords_is_refused():
     q = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(NotImplementedError, match="does not hand the forward's keywords"):
+    with pytest.raises(UnsupportedModel, match="does not hand the forward's keywords"):
         slot_attention(torch.nn.Identity(), q, q, q, None)
 
 
@@ -49,7 +49,7 @@ def test_attention_without_a_cache_in_the_forward_s_keywords_is_refused():
 def test_options_that_would_change_the_scores_are_refused(model_of, option):
     cache = SlotCache(model_of().config, slots=1, max_len=8, dtype=torch.float32, device=torch.device("cpu"))
     q = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(NotImplementedError, match=option):
+    with pytest.raises(UnsupportedModel, match=option):
         slot_attention(torch.nn.Identity(), q, q, q, None, slot_cache=cache, **{option: 30.0})
 
 
