@@ -146,7 +146,8 @@ def test_a_generator_stopped_in_a_broadcast_is_left_out_and_rejoins(start, accou
         assert any("generator-1 (silent)" in detail for detail in _details(reader, "transfer_failed"))
     assert during.get("generator-1") == before.get("generator-1")
     newest = max(during["generator-0"])
-    assert newest > max(before["generator-0"])
+    # The stop may come before generator-0 has told of any version.
+    assert newest > max(before.get("generator-0", [0]))
     os.kill(pid, signal.SIGCONT)
     run.wait_for(
         "a later version in generator-1", lambda reader: max(applied(reader).get("generator-1", [0])) > newest
