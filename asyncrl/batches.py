@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from asyncrl.config import Config
+from asyncrl.groups import rows_of
 from asyncrl.journal import Journal
 from asyncrl.messages import Batch, NextBatch
-from asyncrl.packing import plan
 
 
 class BatchDesk:
@@ -30,8 +30,8 @@ class BatchDesk:
         sealed = self._journal.batch(wanted.step)
         rows = sealed.plan
         if len(rows) != wanted.ranks:
-            lengths = [episode.length for episode in sealed.episodes]
-            rows = plan(lengths, wanted.ranks, self._config.learner.token_budget)
+            learner = self._config.learner
+            rows = rows_of(sealed.episodes, wanted.ranks, learner.token_budget, learner.minibatches)
         mine = rows[wanted.rank]
         order = [index for row in mine for index in row]
         ids = [sealed.episodes[index].episode_id for index in order]

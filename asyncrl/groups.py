@@ -21,7 +21,8 @@ from enum import StrEnum
 from statistics import pstdev
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl.messages import EpisodeEnd, EpisodeStatus, Task
+from asyncrl.messages import EpisodeEnd, EpisodeMeta, EpisodeStatus, Task
+from asyncrl.packing import minibatch_of, plan_parts
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 Order = Literal["fifo", "freshest", "priority"]
 
 KeepGroup = Callable[[Sequence[float | None]], str | None]
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): rewards of a group's rewarded episodes to None
-(keep it) or the reason why it is not trained."""
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): rewards of the episodes that a group would train to
+None (keep it) or the reason why it is not trained."""
 
 
 class EpisodeState(StrEnum):
@@ -58,6 +59,8 @@ class Episode:
     episode_id: int
     seed: int
     group: Group = field(repr=False, compare=False)
+    greedy: bool = False
+    """Sampled at temperature 0: the baseline of its group (ReMax, arXiv:2310.10505), the last of its episodes."""
     state: EpisodeState = EpisodeState.QUEUED
     lease_id: int | None = None
     """The lease that runs it or that ended it; None while it is queued."""
@@ -71,6 +74,11 @@ class Episode:
     """Oldest version that sampled one of its tokens, -1 while there is none."""
     max_version: int = -1
     reward: float | None = None
+
+    @property
+    def group_id(self) -> int:
+        """Of its group."""
+        return self.group.group_id
 
 
 @dataclass(slots=True)
@@ -90,9 +98,14 @@ class Group:
     episodes: list[Episode] = field(default_factory=list)
 
     @property
-    def rewarded(self) -> list[Episode]:
-        """The episodes that are trained on, in order."""
+    def done(self) -> list[Episode]:
+        """The episodes that ended with a reward, in order: the group's share of a batch."""
         return [episode for episode in self.episodes if episode.state is EpisodeState.DONE]
+
+    @property
+    def rewarded(self) -> list[Episode]:
+        """Those of `done` that are trained on: all but the greedy one."""
+        return [episode for episode in self.done if not episode.greedy]
 
     @property
     def rewards(self) -> list[float]:
@@ -115,7 +128,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A batch that was just sealed. `plan` is [rank][row][index into episode_ids]."""
+    """A batch that was just sealed. `plan` is [rank][row][index into episode_ids], without the greedy episodes."""
 
     batch_id: int
     step: int
@@ -141,6 +154,9 @@ class Rules:
     seed: int
     ranks: int
     token_budget: int
+    minibatches: int
+    greedy: bool
+    """Every group has one more episode, its greedy baseline."""
 
     def __post_init__(self) -> None:
         if self.over_age == "wait" and self.order != "fifo":
@@ -150,8 +166,8 @@ class Rules:
             )
 
     @classmethod
-    def from_config(cls, config: Config) -> Rules:
-        """Reads them from a run's configuration.
+    def from_config(cls, config: Config, *, greedy: bool) -> Rules:
+        """Reads them from a run's configuration; `greedy` is the algorithm's (`asyncrl.trainers.presets.needs`).
 
         Raises:
             ValueError: `staleness.over_age` and `replay.order` contradict each other.
@@ -168,7 +184,14 @@ class Rules:
             seed=config.run.seed,
             ranks=config.learner.ranks,
             token_budget=config.learner.token_budget,
+            minibatches=config.learner.minibatches,
+            greedy=greedy,
         )
+
+    @property
+    def episodes_per_group(self) -> int:
+        """Episodes that are sampled for a task: `group_size`, and the greedy one."""
+        return self.group_size + self.greedy
 
     def groups_wanted(self, version: int) -> int:
         """Groups, without filtered ones, that may have been admitted once `version` is published.
@@ -205,9 +228,24 @@ def in_order(groups: Iterable[Group], order: Order) -> list[Group]:
 def reason_to_filter(group: Group, keep_group: KeepGroup) -> str | None:
     """Why a group whose episodes have all ended is not trained; None: it is complete."""
     rewards = group.rewards
-    if len(rewards) < min(2, len(group.episodes)):
+    trainable = sum(not episode.greedy for episode in group.episodes)
+    if len(rewards) < min(2, trainable):
         return "fewer than two rewarded episodes"
     return keep_group(rewards)
+
+
+def rows_of(
+    episodes: Sequence[Episode | EpisodeMeta], ranks: int, token_budget: int, minibatches: int
+) -> list[list[list[int]]]:
+    """Packs a batch for training: [rank][row][index into episodes], minibatch after minibatch.
+
+    Greedy episodes are in no row; a group is whole within its minibatch.
+    """
+    parts: list[list[int]] = [[] for _ in range(minibatches)]
+    for index, part in enumerate(minibatch_of([episode.group_id for episode in episodes], minibatches)):
+        if not episodes[index].greedy:
+            parts[part].append(index)
+    return plan_parts([episode.length for episode in episodes], parts, ranks, token_budget)
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -232,8 +270,8 @@ def reason_of_failure(e: EpisodeEnd, episode: Episode, token_budget: int) -> str
         return f"{e.status.removeprefix('failed_')}: {e.detail or 'no detail given'}"
     if e.reward is None:
         return "no reward"
-    if not math.isfinite(e.reward):
-        return f"reward is not finite: {e.reward}"
+    if not all(map(math.isfinite, (e.reward, *e.rewards.values()))):
+        return f"reward is not finite: {e.reward} {e.rewards}"
     if episode.sampled == 0:
         return "nothing was sampled"
     if episode.length > token_budget:

@@ -69,6 +69,7 @@ from asyncrl.recovery import restore
 from asyncrl.roster import Note, Published, Restart, Roster, Send, Skipped, Unusable
 from asyncrl.scheduler import Grant, Rules, Scheduler, Verdict
 from asyncrl.trainers.filters import group_filter
+from asyncrl.trainers.presets import has_greedy_baseline
 from asyncrl.transport import AsyncSocket
 
 REPORT_S = 1.0
@@ -88,11 +89,9 @@ class Hub:
         self._run_dir = run_dir
         self._config_json = journal.get("config_json")
         self._config = config = Config.model_validate_json(self._config_json)
-        assert config.algo.filter is not None
         self._environment = load(config.env.name, config.env.args)
-        self._scheduler: Scheduler = restore(
-            Rules.from_config(config), group_filter(config.algo.filter), journal, self._now()
-        )
+        rules = Rules.from_config(config, greedy=has_greedy_baseline(config.algo))
+        self._scheduler: Scheduler = restore(rules, group_filter(config.algo), journal, self._now())
         self._roster = Roster(config, self._scheduler.version)
         self._host, self._port = config.hub.host, port
         self._peers: dict[str, bytes] = {}
@@ -228,11 +227,12 @@ class Hub:
             at = stop
         self._chunk_count += len(message.chunks)
         for end in message.ends:
+            episode = self._scheduler.episodes.get(end.episode_id)  # Its end may be the last of its group.
             verdict = self._scheduler.end(end, self._now())
             early |= verdict is Verdict.EARLY
             if verdict is Verdict.REFUSED:
                 refused.add(end.lease_id)
-            elif verdict is Verdict.ACCEPTED and end.reward is not None:
+            elif verdict is Verdict.ACCEPTED and end.reward is not None and not (episode and episode.greedy):
                 self._rewards.append(end.reward)
         if not early:
             # Without an ack the generator sends the message again, after the one that is missing.
@@ -303,7 +303,7 @@ class Hub:
         """Admits no more than generators can take at once: a task is drawn when there is room for it."""
         room = self._scheduler.leases.free - self._scheduler.leases.queued
         while room > 0 and self._scheduler.may_admit():
-            room -= self._config.train.group_size
+            room -= self._scheduler.rules.episodes_per_group
             index = self._scheduler.next_task_index
             try:
                 task = self._environment.task("train", index)
@@ -320,7 +320,7 @@ class Hub:
                 self._after(partial(self._send_lease, grant, Prefix(), b"", b""))
 
     def _send_lease(self, grant: Grant, prefix: Prefix, tokens: bytes, logprobs: bytes) -> None:
-        lease = Lease(grant.lease_id, grant.episode_id, grant.task, grant.seed, prefix)
+        lease = Lease(grant.lease_id, grant.episode_id, grant.task, grant.seed, prefix, grant.greedy)
         self._send_to(grant.generator, lease, (tokens, logprobs))
 
     def _spawn_lease(self, grant: Grant) -> None:

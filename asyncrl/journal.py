@@ -67,7 +67,7 @@ class StoredBatch(NamedTuple):
     episodes: list[EpisodeMeta]
     """In the order that `plan` indexes."""
     plan: list[list[list[int]]]
-    """[rank][row][index into episodes]."""
+    """[rank][row][index into episodes]; greedy episodes are in no row."""
     seed: int
 
 
@@ -251,13 +251,12 @@ class Journal:
             raise KeyError(f"{self.path} has no batch {batch_id}")
         group_ids, episode_ids, plan, seed = found[0]
         metas = self.rows(
-            "SELECT episode_id, group_id, reward, status, length, sampled FROM json_each(?)"
+            "SELECT episode_id, group_id, reward, status, length, sampled, rewards_json, greedy FROM json_each(?)"
             " JOIN episode ON episode_id = value ORDER BY json_each.key",
             episode_ids,
         )
-        return StoredBatch(
-            batch_id, json.loads(group_ids), [EpisodeMeta(*meta) for meta in metas], json.loads(plan), seed
-        )
+        episodes = [EpisodeMeta(*[*plain, json.loads(rewards), bool(greedy)]) for *plain, rewards, greedy in metas]
+        return StoredBatch(batch_id, json.loads(group_ids), episodes, json.loads(plan), seed)
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:

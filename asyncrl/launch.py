@@ -14,8 +14,10 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.envs.registry import load
+from asyncrl.envs.rewards import Rewards
 from asyncrl.generator.engines.select import check_arguments, choose
 from asyncrl.journal import Journal, JournalError
+from asyncrl.scorer_launch import check_reward_model
 from asyncrl.settings import UsageError
 from asyncrl.supervisor import gpus_each
 from asyncrl.trainers.presets import resolve
@@ -31,16 +33,22 @@ def resolved(config: Config, *, here: bool = True) -> Config:
     `here`: whether the generators run on this machine, so that their engine can be chosen and checked.
 
     Raises:
-        UsageError: the environment, the algorithm or the model folder cannot be used.
+        UsageError: the environment, the algorithm, a reward or a model folder cannot be used.
     """
     try:
         config = config.model_copy(update={"algo": resolve(config.algo)})
         load(config.env.name, config.env.args)
+        Rewards(config.reward)
         check_arguments(config)
     except (ValueError, LookupError, TypeError, ImportError) as error:
         raise UsageError(str(error)) from error
     if here:
         config = on_this_machine(config)
+    if config.reward.model is not None:
+        scored_by = Path(config.reward.model).expanduser().resolve()
+        check_reward_model(scored_by)
+        reward = config.reward.model_copy(update={"model": str(scored_by)})
+        config = config.model_copy(update={"reward": reward})
     if config.model.path is not None:
         path = Path(config.model.path).expanduser().resolve()
         check_model(path)
@@ -257,12 +265,15 @@ def explain(config: Config) -> str:
     mode = "synchronous, on-policy" if lag == 0 else f"tokens up to {lag} versions old at admission"
     if config.staleness.over_age == "train":
         mode += f"; older ones corrected, masked above {config.staleness.max_token_age}"
+    reward = config.reward
+    scorer = f"├─ scorer         {reward.model} on {reward.model_device}\n" if reward.model else ""
+    rewards = ["the environment's", *reward.functions, *(["model"] if reward.model or reward.endpoint else [])]
     graph = f"""\
 supervisor
 ├─ hub            {config.hub.host}, journal run.db (sync={config.hub.sync})
 ├─ learner        {config.learner.ranks} rank(s) on {config.learner.device}, \
 rows of {config.learner.token_budget} tokens
-└─ generator      {config.generator.count} x {config.generator.engine} on {config.generator.device}, \
+{scorer}└─ generator      {config.generator.count} x {config.generator.engine} on {config.generator.device}, \
 {config.generator.slots} slots + {config.generator.ahead} ahead
 
 weights           {config.weights_backend}, one broadcast for all generators; KV cache of running requests: \
@@ -272,6 +283,7 @@ tokens per step   at most {tokens:,} sampled; journal at most {tokens * 8:,} byt
 staleness         max_lag = {lag}: {mode}
 ahead             at most {config.max_groups_ahead} groups admitted and not yet trained
 in flight         at most {held} episodes in generators
+reward            {" + ".join(rewards)}
 length            {config.train.steps} steps, {config.train.steps * episodes:,} episodes trained
 model             {config.model.path or "the toy model, made on first use"}"""
     return f"{graph}\n\n{json.dumps(config.model_dump(mode='json'), indent=2)}"

@@ -26,6 +26,7 @@ class Grant:
     group_id: int
     task: Task
     seed: int
+    greedy: bool
     generator: str
     next_seq: int
     deadline: float
@@ -173,7 +174,7 @@ class Leases:
         deadline = now + self.lease_s
         group = episode.group
         grant = Grant(
-            lease_id, episode.episode_id, group.group_id, group.task, episode.seed, name,
+            lease_id, episode.episode_id, group.group_id, group.task, episode.seed, episode.greedy, name,
             episode.next_seq, deadline,
         )  # fmt: skip
         episode.lease_id = lease_id

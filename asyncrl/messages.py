@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever a struct below changes its meaning; a peer with another number is refused."""
 
 
@@ -79,6 +79,8 @@ class Lease(msgspec.Struct, frozen=True, tag="lease"):
     seed: int
     """Seeds the episode's sampling; with the position in the sequence it fixes every draw."""
     prefix: Prefix = Prefix()
+    greedy: bool = False
+    """Sample with temperature 0: the episode is the baseline of its group."""
 
 
 # ---- a peer introduces itself --------------------------------------------------------------------
@@ -174,10 +176,13 @@ class EpisodeEnd(msgspec.Struct, frozen=True, array_like=True):
     status: str
     """An `EpisodeStatus` value."""
     reward: float | None
-    """Sum of the environment's rewards; None when it failed or gave none."""
+    """Weighted sum of `rewards`; None when it failed or has none."""
     turns: int
     detail: str = ""
     """The reason, for a failed episode."""
+    rewards: dict[str, float] = {}
+    """Its parts by name, before their weights: the environment's, summed over turns, and those of the reward
+    functions and model. Without those that are missing; empty when it failed."""
 
 
 class Chunks(msgspec.Struct, frozen=True, tag="chunks"):
@@ -194,6 +199,27 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
     message_id: int
     refused: list[int] = []
     """Leases named in the message that have lapsed; nothing of theirs was kept."""
+
+
+# ---- scorer ------------------------------------------------------------------------------------
+
+
+class Score(msgspec.Struct, frozen=True, tag="score"):
+    """Generator to scorer: what does the reward model think of this conversation?"""
+
+    request: int
+    """Unique among the sender's requests. A request may be sent again; it is computed once."""
+    conversation: list[dict[str, Any]]
+    """Chat messages."""
+
+
+class Scored(msgspec.Struct, frozen=True, tag="scored"):
+    """Scorer to generator: the answer to `Score`."""
+
+    request: int
+    score: float | None
+    """None: this conversation cannot be scored, for `reason`."""
+    reason: str = ""
 
 
 # ---- learner -----------------------------------------------------------------------------------
@@ -218,6 +244,10 @@ class EpisodeMeta(msgspec.Struct, frozen=True, array_like=True):
     """Tokens in all."""
     sampled: int
     """Tokens that the policy sampled."""
+    rewards: dict[str, float] = {}
+    """The environment's rewards by name, summed over turns."""
+    greedy: bool = False
+    """A greedy episode: a baseline of its group, in no row, not trained."""
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
@@ -370,7 +400,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 Message = (
     Hello | Welcome | Rehello | Heartbeat | Lease | Revoke | Stop | Refused | Chunks | Ack | NextBatch
     | Batch | StepDone | StepFailed | Checkpointed | Offer | Prepare | Ready | Go | Applied
-    | TransferFailed | Sent | Resync | ProcessEvent | Shutdown
+    | TransferFailed | Sent | Resync | ProcessEvent | Shutdown | Score | Scored
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -45,6 +45,46 @@ def plan(lengths: Sequence[int], ranks: int, token_budget: int) -> list[list[lis
     return [rows + [[] for _ in range(n_rows - len(rows))] for rows in rows_of]
 
 
+def plan_parts(
+    lengths: Sequence[int], parts: Sequence[Sequence[int]], ranks: int, token_budget: int
+) -> list[list[list[int]]]:
+    """Plans minibatches: the rows of `parts[0]`, then those of `parts[1]`, and so on.
+
+    Each part has the same number of rows on every rank, so that the learner finds the minibatches again by
+    cutting a rank's rows into `len(parts)` equal pieces; parts with fewer rows are filled up with empty ones.
+
+    Args:
+        lengths: tokens of each sequence, at least 1.
+        parts: indices into `lengths`.
+        ranks: learner ranks.
+        token_budget: most tokens of a row.
+
+    Returns:
+        As `plan`; indices that are in no part are in no row.
+
+    Raises:
+        ValueError: as `plan`.
+    """
+    planned = [plan([lengths[index] for index in part], ranks, token_budget) for part in parts]
+    n_rows = max(len(rows) for rows_of in planned for rows in rows_of)
+    merged: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for part, rows_of in zip(parts, planned, strict=True):
+        for rank, rows in enumerate(rows_of):
+            merged[rank] += [[part[index] for index in row] for row in rows]
+            merged[rank] += [[] for _ in range(n_rows - len(rows))]
+    return merged
+
+
+def minibatch_of(groups: Sequence[int], minibatches: int) -> list[int]:
+    """The minibatch of each episode, given its group: equally many groups each, in the order of their first
+    episodes.
+
+    Both who plans the rows and who trains on them ask this, so that nothing else has to be agreed on.
+    """
+    ordinal = {group: place for place, group in enumerate(dict.fromkeys(groups))}
+    return [ordinal[group] * minibatches // len(ordinal) for group in groups]
+
+
 def _balance(longest_first: list[int], lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Gives each sequence, longest first, to the rank with the fewest tokens so far."""
     shares: list[list[int]] = [[] for _ in range(ranks)]

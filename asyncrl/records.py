@@ -46,13 +46,14 @@ _GROUP_STATE = Statement("grp", "UPDATE grp SET state = ?, reason = ? WHERE grou
 _GROUP_USES = Statement("grp", "UPDATE grp SET uses = ? WHERE group_id = ?")
 _EPISODE = Statement(
     "episode",
-    "INSERT INTO episode (episode_id, group_id, seed, state) VALUES (?, ?, ?, 'queued') ON CONFLICT DO NOTHING",
+    "INSERT INTO episode (episode_id, group_id, seed, greedy, state)"
+    " VALUES (?, ?, ?, ?, 'queued') ON CONFLICT DO NOTHING",
 )
 _EPISODE_STATE = Statement("episode", "UPDATE episode SET state = ? WHERE episode_id = ?")
 _EPISODE_ENDED = Statement(
     "episode",
-    "UPDATE episode SET state = ?, reason = ?, status = ?, reward = ?, turns = ?, next_seq = ?, length = ?,"
-    " sampled = ?, min_version = ?, max_version = ?, ended = ? WHERE episode_id = ?",
+    "UPDATE episode SET state = ?, reason = ?, status = ?, reward = ?, rewards_json = ?, turns = ?,"
+    " next_seq = ?, length = ?, sampled = ?, min_version = ?, max_version = ?, ended = ? WHERE episode_id = ?",
 )
 _EPISODES_CLOSED = Statement(
     "episode",
@@ -106,9 +107,9 @@ def group_uses(group_id: int, uses: int) -> Record:
     return Record(_GROUP_USES, (uses, group_id))
 
 
-def episode(episode_id: int, group_id: int, seed: int) -> Record:
+def episode(episode_id: int, group_id: int, seed: int, greedy: bool = False) -> Record:
     """An admitted episode, queued."""
-    return Record(_EPISODE, (episode_id, group_id, seed))
+    return Record(_EPISODE, (episode_id, group_id, seed, greedy))
 
 
 def episode_state(episode_id: int, state: str) -> Record:
@@ -123,6 +124,7 @@ def episode_ended(
     reason: str,
     status: str,
     reward: float | None,
+    rewards: Mapping[str, float],
     turns: int,
     next_seq: int,
     length: int,
@@ -132,8 +134,9 @@ def episode_ended(
     ended: float,
 ) -> Record:
     """An episode is `done` or `failed`; the rest of its row is final with it."""
-    values = (state, reason, status, reward, turns, next_seq, length, sampled, min_version, max_version)
-    return Record(_EPISODE_ENDED, (*values, ended, episode_id))
+    how = (state, reason, status, reward, json.dumps(rewards), turns)
+    held = (next_seq, length, sampled, min_version, max_version)
+    return Record(_EPISODE_ENDED, (*how, *held, ended, episode_id))
 
 
 def episodes_closed(group_id: int, state: str, reason: str = "") -> Record:
@@ -159,7 +162,7 @@ def batch(
     seed: int,
     sealed: float,
 ) -> Record:
-    """A sealed batch; `plan` is [rank][row][index into episode_ids]."""
+    """A sealed batch; `plan` is [rank][row][index into episode_ids], without the greedy episodes."""
     lists = (json.dumps(part, separators=(",", ":")) for part in (group_ids, episode_ids, plan))
     return Record(_BATCH, (batch_id, *lists, seed, sealed))
 

@@ -20,7 +20,8 @@ SELECT group_id, task_index, task_json, needs_version, state, uses
 FROM grp JOIN task USING (task_index) WHERE state IN ('running', 'complete') ORDER BY group_id
 """
 _EPISODES = """
-SELECT group_id, episode_id, seed, episode.state, next_seq, length, sampled, min_version, max_version, reward
+SELECT group_id, episode_id, seed, greedy, episode.state,
+       next_seq, length, sampled, min_version, max_version, reward
 FROM episode JOIN grp USING (group_id) WHERE grp.state IN ('running', 'complete') ORDER BY episode_id
 """
 # Until an episode ends, its row does not say how far it is; its chunks do.
@@ -81,9 +82,9 @@ def _restore_groups(scheduler: Scheduler, journal: Journal) -> None:
         scheduler.groups[group_id] = Group(
             group_id, task_index, task, needs_version, GroupState(state), uses=uses, trained=uses
         )
-    for group_id, episode_id, seed, state, *ended in journal.rows(_EPISODES):
+    for group_id, episode_id, seed, greedy, state, *ended in journal.rows(_EPISODES):
         group = scheduler.groups[group_id]
-        episode = Episode(episode_id, seed, group, EpisodeState(state))
+        episode = Episode(episode_id, seed, group, bool(greedy), EpisodeState(state))
         (episode.next_seq, episode.length, episode.sampled,
          episode.min_version, episode.max_version, episode.reward) = ended  # fmt: skip
         group.episodes.append(episode)

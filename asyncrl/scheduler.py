@@ -32,10 +32,10 @@ from asyncrl.groups import (
     kind_of,
     reason_of_failure,
     reason_to_filter,
+    rows_of,
 )
 from asyncrl.leases import Grant, Leases
 from asyncrl.messages import Chunk, EpisodeEnd, Task
-from asyncrl.packing import plan
 from asyncrl.records import Record
 
 __all__ = ["Grant", "KeepGroup", "Rules", "Scheduler", "Sealed", "Verdict"]
@@ -116,14 +116,15 @@ class Scheduler:
         self.next_task_index += 1
         self.records.append(records.task(group.task_index, task))
         self.records.append(records.group(group_id, group.task_index, group.needs_version, now))
-        for member in range(self.rules.group_size):
+        for member in range(self.rules.episodes_per_group):
             seed = derive_seed(self.rules.seed, "episode", group_id, member)
-            episode = Episode(self.next_episode_id + member, seed, group)
+            greedy = member == self.rules.group_size
+            episode = Episode(self.next_episode_id + member, seed, group, greedy)
             group.episodes.append(episode)
             self.episodes[episode.episode_id] = episode
-            self.records.append(records.episode(episode.episode_id, group_id, seed))
+            self.records.append(records.episode(episode.episode_id, group_id, seed, greedy))
             self.leases.enqueue(episode)
-        self.next_episode_id += self.rules.group_size
+        self.next_episode_id += self.rules.episodes_per_group
         self.groups[group_id] = group
         return group
 
@@ -227,6 +228,7 @@ class Scheduler:
                 reason=reason,
                 status=e.status,
                 reward=episode.reward,
+                rewards={} if reason else e.rewards,
                 turns=e.turns,
                 next_seq=episode.next_seq,
                 length=episode.length,
@@ -246,7 +248,10 @@ class Scheduler:
             self._close(group, "filtered", reason)
 
     def _close(self, group: Group, state: str, reason: str = "") -> None:
-        """Gives a group's episodes their final state, `trained` or `filtered`, and forgets the group."""
+        """Gives a group's episodes their final state, `trained` or `filtered`, and forgets the group.
+
+        A greedy episode shares the state of those that it was the baseline of.
+        """
         closed = sum(episode.state is not EpisodeState.FAILED for episode in group.episodes)
         self.totals[f"filtered: {kind_of(reason)}" if reason else state] += closed
         self.filtered_groups += state == "filtered"
@@ -270,14 +275,14 @@ class Scheduler:
         if self.finished or self.sealed_step >= self.rules.steps or len(ready) < size:
             return None
         groups = in_order(ready, self.rules.order)[:size]
-        episodes = [episode for group in groups for episode in group.rewarded]
+        episodes = [episode for group in groups for episode in group.done]
         step = self.sealed_step + 1
         sealed = Sealed(
             batch_id=step,
             step=step,
             group_ids=[group.group_id for group in groups],
             episode_ids=[episode.episode_id for episode in episodes],
-            plan=plan([e.length for e in episodes], self.rules.ranks, self.rules.token_budget),
+            plan=rows_of(episodes, self.rules.ranks, self.rules.token_budget, self.rules.minibatches),
             seed=derive_seed(self.rules.seed, "batch", step),
         )
         self.records.append(

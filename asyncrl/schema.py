@@ -5,7 +5,7 @@ every viewer read it. Inserts are idempotent: primary keys are ids and sequence 
 is handled twice changes nothing. Times are seconds since the epoch (`time`); JSON columns are named so.
 """
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -31,10 +31,12 @@ CREATE TABLE IF NOT EXISTS episode (
     episode_id INTEGER PRIMARY KEY,
     group_id INTEGER NOT NULL,
     seed INTEGER NOT NULL,
+    greedy INTEGER NOT NULL DEFAULT 0,       -- 1: sampled at temperature 0, a baseline of its group, in no row
     state TEXT NOT NULL,                     -- queued | leased | done | trained | filtered | failed
     reason TEXT NOT NULL DEFAULT '',         -- why filtered or failed
     status TEXT NOT NULL DEFAULT '',         -- a messages.EpisodeStatus, once ended
     reward REAL,
+    rewards_json TEXT NOT NULL DEFAULT '{}', -- the environment's rewards by name, summed over turns
     turns INTEGER NOT NULL DEFAULT 0,
     next_seq INTEGER NOT NULL DEFAULT 0,     -- set at the end; before, it is the number of chunks
     length INTEGER NOT NULL DEFAULT 0,       -- tokens; set at the end

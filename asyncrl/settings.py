@@ -81,12 +81,36 @@ def _choices(annotation: Any) -> list[str]:
     return []
 
 
+def split_entries(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Takes flags of single entries of tables, like `--algo.loss_args.clip_high 0.3`, out of a command line.
+
+    Returns:
+        The other arguments, and dotted key to text for `read`.
+
+    Raises:
+        UsageError: the last such flag has no value.
+    """
+    tables = [f"--{key}." for key, field in leaves() if "dict" in str(field.annotation)]
+    rest, entries, waiting = [], {}, iter(arguments)
+    for argument in waiting:
+        flag, equals, value = argument.partition("=")
+        if not flag.startswith(tuple(tables)):
+            rest.append(argument)
+            continue
+        given = value if equals else next(waiting, None)
+        if given is None:
+            raise UsageError(f"{flag} needs a value, for example {flag} 0.5")
+        entries[flag.removeprefix("--")] = given
+    return rest, entries
+
+
 def read(files: Sequence[str], flags: dict[str, str | None]) -> Config:
     """Merges files and flags over the defaults and validates the result.
 
     Args:
         files: paths of TOML files, each with or without a leading `@`.
-        flags: dotted key to the text that was typed, or None where it was not.
+        flags: dotted key to the text that was typed, or None where it was not. A key of an entry of a table
+            (`algo.loss_args.clip_high`) changes this entry only; the table's own flag comes before it.
 
     Raises:
         UsageError: a file cannot be read, a key is unknown or a value is not allowed.
@@ -102,7 +126,10 @@ def read(files: Sequence[str], flags: dict[str, str | None]) -> Config:
                 origin[f"{section}.{name}"] = f"{file.removeprefix('@')}, [{section}] {name}"
     for key, typed in flags.items():
         if typed is not None:
-            section, name = key.split(".", 1)
+            section, name, *entry = key.split(".")
+            if entry:
+                _put(merged.setdefault(section, {}), [name, *entry], typed)
+                continue
             merged.setdefault(section, {})[name] = _parse(typed, key)
             origin[key] = f"--{key}"
     try:
@@ -142,6 +169,22 @@ def _parse(typed: str, key: str) -> Any:
             text = f"--{key} {typed}: not valid JSON ({error}); write lists as [1,2] and tables as {{}}"
             raise UsageError(text) from None
     return None if typed == "null" else typed
+
+
+def _put(values: dict[str, Any], path: Sequence[str], typed: str) -> None:
+    """Sets an entry of nested tables: a JSON value, or else text.
+
+    Raises:
+        UsageError: something on the way is no table.
+    """
+    for name in path[:-1]:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise UsageError(f"{'.'.join(path)} = {typed} cannot be set: {name} = {values!r} is no table")
+    try:
+        values[path[-1]] = json.loads(typed)
+    except json.JSONDecodeError:
+        values[path[-1]] = typed
 
 
 def _explain(error: ValidationError, origin: dict[str, str]) -> str:

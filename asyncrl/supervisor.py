@@ -3,13 +3,14 @@
 It holds no state of the run (that is run.db's) and moves no data. Called by `asyncrl train`.
 
     asyncrl train ── supervisor ─┬─ hub
+                                 ├─ scorer                    (with reward.model)
                                  ├─ learner-0 … learner-N     (restarted together, from the last checkpoint)
                                  ├─ generator-0 … generator-M (restarted one by one)
                                  └─ a thread: live view and trackers, which read run.db
 
     | it sees                             | it does                                                     |
     |-------------------------------------|-------------------------------------------------------------|
-    | hub, generator or rank died         | tells the hub, restarts it after a bounded back-off         |
+    | a process died                      | tells the hub, restarts it after a bounded back-off         |
     | more than max_restarts in window_s  | stops the run as failed, and says why                       |
     | exit status 2 or 3                  | stops the run: a restart would not help                     |
     | all ranks ended with status 0       | the run is over: tells the hub, waits for everybody         |
@@ -85,6 +86,16 @@ def gpu_share(gpus: Sequence[int], index: int, each: int, visible: str | None) -
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] if names else str(gpu) for gpu in share)}
 
 
+def scorer_child(config: Config) -> Child | None:
+    """The scorer that the run needs on this machine, at the address that its configuration gives."""
+    reward = config.reward
+    if reward.model is None or reward.endpoint is None:
+        return None
+    model = ["--model", reward.model, "--endpoint", reward.endpoint, "--device", reward.model_device]
+    limits = ["--batch", str(reward.model_batch), "--timeout", str(reward.timeout_s)]
+    return Child("scorer", ["scorer", *model, *limits])
+
+
 class Supervisor:
     """Runs one run's processes to their end. `await run()` once."""
 
@@ -95,6 +106,7 @@ class Supervisor:
         self._hub_address = f"tcp://{config.hub.host}:{port}"
         wait = ["--wait", str(config.supervise.start_timeout_s)]
         self._hub = Child("hub", ["hub", "--run", str(run_dir), "--port", str(port)])
+        self._scorer = scorer_child(config)
         self._learners = [
             Child(f"learner-{rank}", ["learner", "--hub", self._hub_address, *wait])
             for rank in range(config.learner.ranks)
@@ -123,6 +135,8 @@ class Supervisor:
         self._logs.mkdir(exist_ok=True)
         try:
             await self._start(self._hub)
+            if self._scorer is not None:
+                await self._start(self._scorer)
             await self._start_learners()
             for generator in self._generators:
                 await self._start(generator)
@@ -299,7 +313,8 @@ class Supervisor:
             task.cancel()
 
     def _children(self) -> list[Child]:
-        return [*self._learners, *self._generators, self._hub]
+        scorer = [] if self._scorer is None else [self._scorer]
+        return [*self._learners, *self._generators, *scorer, self._hub]
 
 
 class _HubLink:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from asyncrl import launch
 from asyncrl.config import Config
+from asyncrl.scorer_launch import with_endpoint, with_endpoint_again
 from asyncrl.settings import UsageError
 
 EXIT = {"finished": 0, "stopped": 130, "failed": 1}
@@ -29,6 +30,7 @@ def train(config: Config, *, dry_run: bool, plain: bool) -> int:
         return 0
     run_dir = launch.new_run_dir(config)
     port = launch.hub_port(config)
+    config = with_endpoint(config)
     toy = config.model.path is None
     if toy:
         from asyncrl.toy import default_model
@@ -52,6 +54,7 @@ def resume(run_dir: Path, plain: bool) -> int:
         # A run that was killed between its last step and the export has only the export left to do.
         if reader.status == "finished" and (run_dir / "model").is_dir():
             raise UsageError(f"{run_dir} is finished; start another run, from its model: --model {run_dir}/model")
+    config = with_endpoint_again(config, run_dir)
     return _follow(config, run_dir, launch.hub_port(config), plain)
 
 

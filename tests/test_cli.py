@@ -42,6 +42,10 @@ REFUSED = {
     "unknown algorithm": (["--algo", "dappo"], "dapo"),
     "unknown environment": (["--env", "arithmetik"], "arithmetic"),
     "bad argument of the environment": (["--env.args", '{"digitz": 3}'], "digitz"),
+    "unknown reward function": (["--reward.functions", '["nobody"]'], "no reward function named 'nobody'"),
+    "ill-shaped reward function": (["--reward.functions", '["json:dumps"]'], "nothing is given for obj"),
+    "no reward model": (["--reward.model", "nowhere"], "nowhere: it has no config.json"),
+    "bad address of the scorer": (["--reward.endpoint", "10.0.0.7"], "tcp://host:port"),
     "missing model folder": (["--model", "nowhere"], "nowhere: no such folder"),
     "contradiction": (["--sampling.max_tokens", "4000"], "generator.max_model_len"),
     "missing file": (["@nowhere.toml"], "nowhere.toml does not exist"),
@@ -84,7 +88,7 @@ def test_a_dry_run_explains_the_run_and_writes_nothing(tmp_path: Path) -> None:
     config = json.loads("{" + settings)
     ahead = 4 * config["train"]["groups_per_step"]
     assert f"at most {ahead} groups admitted" in graph
-    assert config["algo"]["clip_high"] == 0.28
+    assert config["algo"]["loss_args"]["clip_high"] == 0.28
     assert not any(value is None for value in config["algo"].values())
     assert list(tmp_path.iterdir()) == []
 

@@ -120,24 +120,24 @@ def test_a_full_disk_is_explained_and_loses_nothing(journal: Journal) -> None:
 
 def test_a_batch_lists_its_episodes_in_the_order_of_its_plan(journal: Journal) -> None:
     for episode_id, reward in ((4, 1.0), (5, 0.0), (9, 0.5)):
-        journal.write([records.episode(episode_id, episode_id // 4, 0)])
+        journal.write([records.episode(episode_id, episode_id // 4, 0, greedy=episode_id == 5)])
         journal.write(
             [
                 records.episode_ended(
-                    episode_id, state="done", reason="", status="completed", reward=reward, turns=1,
-                    next_seq=2, length=10 + episode_id, sampled=episode_id, min_version=0, max_version=1,
-                    ended=1.0,
+                    episode_id, state="done", reason="", status="completed", reward=reward,
+                    rewards={"right": reward - 0.5, "naïve": 0.5}, turns=1, next_seq=2, length=10 + episode_id,
+                    sampled=episode_id, min_version=0, max_version=1, ended=1.0,
                 )
             ]
         )  # fmt: skip
-    journal.write([records.batch(1, [2, 1], [9, 4, 5], [[[0], []], [[2], [1]]], 77, 2.0)])
+    journal.write([records.batch(1, [2, 1], [9, 4, 5], [[[0]], [[1]]], 77, 2.0)])
     batch = journal.batch(1)
     assert batch.episodes == [
-        EpisodeMeta(9, 2, 0.5, "completed", 19, 9),
-        EpisodeMeta(4, 1, 1.0, "completed", 14, 4),
-        EpisodeMeta(5, 1, 0.0, "completed", 15, 5),
+        EpisodeMeta(9, 2, 0.5, "completed", 19, 9, {"right": 0.0, "naïve": 0.5}),
+        EpisodeMeta(4, 1, 1.0, "completed", 14, 4, {"right": 0.5, "naïve": 0.5}),
+        EpisodeMeta(5, 1, 0.0, "completed", 15, 5, {"right": -0.5, "naïve": 0.5}, greedy=True),
     ]
-    assert (batch.group_ids, batch.plan, batch.seed) == ([2, 1], [[[0], []], [[2], [1]]], 77)
+    assert (batch.group_ids, batch.plan, batch.seed) == ([2, 1], [[[0]], [[1]]], 77)
     with pytest.raises(KeyError, match="no batch 2"):
         journal.batch(2)
 
@@ -197,10 +197,14 @@ def test_opening_what_is_no_journal_says_what_to_do(tmp_path: Path) -> None:
         Journal.open(path)
 
 
-def test_another_schema_version_is_refused(journal: Journal) -> None:
-    journal.write([records.run_key("schema", "999")])
+@pytest.mark.parametrize("schema", [1, 999])
+def test_an_older_or_newer_schema_version_is_refused(journal: Journal, schema: int) -> None:
+    journal.write([records.run_key("schema", str(schema))])
     journal.close()
-    with pytest.raises(JournalError, match="has journal schema 999, this version of asyncrl reads schema 1"):
+    text = (
+        f"has journal schema {schema}, this version of asyncrl reads schema 2; continue the run with the version"
+    )
+    with pytest.raises(JournalError, match=text):
         Journal.open(journal.path)
 
 

@@ -13,10 +13,11 @@ FOLDERS["triton_kernels"] = "asyncrl.triton_kernels"
 
 LAYERS = [
     {"messages", "config", "schema", "packing", "process", "triton_kernels", "settings", "groups", "records"},
-    {"journal", "scheduler", "leases", "transport", "roster", "recovery", "commit", "batches", "chat"},
+    {"journal", "scheduler", "leases", "transport", "roster", "recovery", "commit", "batches", "chat", "datasets"},
     {"trainers", "envs"},
-    {"hub", "generator", "learner", "weights", "evaluate", "toy", "metrics", "doctor"},
-    {"supervisor", "launch"},
+    {"hub", "generator", "learner", "weights", "evaluate", "toy", "metrics", "doctor"}
+    | {"scorer", "scorer_client", "scorer_model", "algos"},
+    {"supervisor", "launch", "scorer_launch"},
     {"train", "cli", "__main__"},
 ]
 

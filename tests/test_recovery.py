@@ -7,6 +7,7 @@ crash throws away the scheduler and whatever was not committed.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from asyncrl.scheduler import Scheduler, Verdict
 LEASE_S = 10.0
 RULES = Rules(
     groups_per_step=2, group_size=2, max_lag=1, over_age="train", reuse=1, order="fifo", steps=4,
-    lease_s=LEASE_S, seed=3, ranks=2, token_budget=10_000,
+    lease_s=LEASE_S, seed=3, ranks=2, token_budget=10_000, minibatches=1, greedy=False,
 )  # fmt: skip
 NAMES = ("g0", "g1", "g2")
 
@@ -87,13 +88,16 @@ class World(RuleBasedStateMachine):
     """The hub's three neighbours; `self.scheduler`, `self.rows`, `self.effects` are the hub's memory."""
 
     @initialize(
-        reuse=st.integers(1, 2), lag=st.integers(0, 2), order=st.sampled_from(["fifo", "freshest", "wait"])
+        reuse=st.integers(1, 2),
+        lag=st.integers(0, 2),
+        order=st.sampled_from(["fifo", "freshest", "wait"]),
+        greedy=st.booleans(),
     )
-    def begin(self, reuse: int, lag: int, order: str) -> None:
+    def begin(self, reuse: int, lag: int, order: str, greedy: bool) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.journal = Journal.create(Path(self.folder.name) / "run.db", "test", "{}")
         over = {"over_age": "wait"} if order == "wait" else {"order": order}
-        self.rules = replace(RULES, reuse=reuse, max_lag=lag, **over)
+        self.rules = replace(RULES, reuse=reuse, max_lag=lag, greedy=greedy, **over)
         self.rows: list[Record] = []
         self.effects: list[Callable[[], None]] = []
         self.now = 100.0
@@ -217,6 +221,7 @@ class World(RuleBasedStateMachine):
         assert np.array_equal(np.frombuffer(tokens, "<i4"), tokens_of(grant.episode_id, 0, length))
         assert len(logprobs) == 4 * length
         assert grant.task == self.journal.task(grant.group_id)
+        assert grant.greedy == (self.rules.greedy and grant.episode_id % 3 == 2)
         generator.leases[grant.lease_id] = Held(grant.episode_id, grant.next_seq, length)
 
     @rule(name=st.sampled_from(NAMES), pick=st.integers(0, 9), n=st.integers(1, 40), sampled=st.booleans())
@@ -242,7 +247,9 @@ class World(RuleBasedStateMachine):
             lease_id = sorted(generator.leases)[pick % len(generator.leases)]
             held = generator.leases.pop(lease_id)
             status = "failed_time" if reward is None else "completed"
-            generator.unacked.append(EpisodeEnd(lease_id, held.episode_id, held.seq, status, reward, 1))
+            rewards = {} if reward is None else {"right": reward, "polite": 0.0}
+            over = EpisodeEnd(lease_id, held.episode_id, held.seq, status, reward, 1, "", rewards)
+            generator.unacked.append(over)
             self.deliver(generator)
 
     def deliver(self, generator: Generator) -> None:
@@ -367,6 +374,7 @@ class World(RuleBasedStateMachine):
         assert len(set(batches)) == len(batches)
         assert set(uses) == {i for i, (state, _, _) in episodes.items() if state == "trained"}
         assert query("SELECT batch_id FROM batch ORDER BY 1") == [(n,) for n in range(1, self.rules.steps + 1)]
+        self.audit_rewards_and_rows()
         held = self.journal.episode_tokens(sorted(episodes))
         for episode_id, (_, _, length) in episodes.items():
             tokens = held[episode_id].tokens
@@ -376,6 +384,18 @@ class World(RuleBasedStateMachine):
         assert all(len(held[episode_id].tokens) == episodes[episode_id][2] for episode_id in uses)
         assert query("SELECT count(*) FROM lease WHERE state = 'active'") == [(0,)]
         assert query("SELECT DISTINCT state FROM grp WHERE state IN ('running', 'complete')") == []
+
+    def audit_rewards_and_rows(self) -> None:
+        query = self.journal.rows
+        for reward, rewards in query("SELECT reward, rewards_json FROM episode"):
+            assert json.loads(rewards) == ({} if reward is None else {"right": reward, "polite": 0.0})
+        greedy = {row[0] for row in query("SELECT episode_id FROM episode WHERE greedy")}
+        groups = len(query("SELECT group_id FROM grp")) if self.rules.greedy else 0
+        assert greedy == {3 * group + 2 for group in range(groups)}
+        for ids, plan in query("SELECT episode_ids_json, plan_json FROM batch"):
+            sealed = json.loads(ids)
+            packed = {sealed[i] for rank in json.loads(plan) for row in rank for i in row}
+            assert packed == set(sealed) - greedy
 
 
 def _lease(message: tuple[Chunk, int] | EpisodeEnd) -> int:

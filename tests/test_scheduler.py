@@ -18,7 +18,7 @@ from asyncrl.trainers.filters import equal_rewards, keep_all
 
 RULES = Rules(
     groups_per_step=2, group_size=2, max_lag=1, over_age="train", reuse=1, order="fifo", steps=10,
-    lease_s=10.0, seed=0, ranks=1, token_budget=1000,
+    lease_s=10.0, seed=0, ranks=1, token_budget=1000, minibatches=1, greedy=False,
 )  # fmt: skip
 
 
@@ -71,8 +71,10 @@ def final(scheduler: Scheduler) -> dict[str, int]:
 
 def test_rules_are_read_from_the_configuration() -> None:
     config = Config.model_validate({"train": {"steps": 7}, "replay": {"reuse": 3}, "learner": {"ranks": 2}})
-    rules = Rules.from_config(config)
+    rules = Rules.from_config(config, greedy=False)
     assert (rules.steps, rules.reuse, rules.ranks, rules.groups_per_step) == (7, 3, 2, 32)
+    assert (rules.group_size, rules.episodes_per_group) == (8, 8)
+    assert Rules.from_config(config, greedy=True).episodes_per_group == 9
 
 
 def test_waiting_for_the_oldest_contradicts_another_order() -> None:
@@ -290,6 +292,17 @@ def test_an_episode_without_a_usable_reward_fails_for_its_reason(
     run(scheduler, grants[2], 1.0)
     assert scheduler.counts()["groups complete"] == 1
     assert len(scheduler.groups[0].rewarded) == 2
+
+
+def test_a_named_reward_that_is_not_finite_fails_the_episode_and_none_of_its_rewards_is_kept() -> None:
+    scheduler = make()
+    grant = start(scheduler)[0]
+    scheduler.chunk(Chunk(grant.lease_id, grant.episode_id, 0, 3, 0, True))
+    scheduler.take_records()
+    scheduler.end(EpisodeEnd(grant.lease_id, 0, 1, "completed", 1.0, 1, "", {"a": 1.0, "b": float("nan")}), 0.0)
+    assert final(scheduler) == {"failed: reward is not finite": 1}
+    (ended,) = [row.values for row in scheduler.take_records() if "rewards_json" in row.statement.sql]
+    assert ended[1:5] == ("reward is not finite: 1.0 {'a': 1.0, 'b': nan}", "completed", None, "{}")
 
 
 def test_an_episode_in_which_nothing_was_sampled_fails() -> None:

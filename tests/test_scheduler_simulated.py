@@ -1,4 +1,7 @@
-"""The scheduler in simulated time: generators die, lag and forget; no deadlock, no lost episode, bounded lag."""
+"""The scheduler in simulated time: generators die, lag and forget; no deadlock, no lost episode, bounded lag.
+
+With and without greedy baselines, which are leased and accounted for like any episode, and are in no row.
+"""
 
 import heapq
 import random
@@ -16,7 +19,7 @@ from asyncrl.trainers.filters import equal_rewards, keep_all
 
 RULES = Rules(
     groups_per_step=2, group_size=2, max_lag=1, over_age="train", reuse=1, order="fifo", steps=10,
-    lease_s=10.0, seed=0, ranks=1, token_budget=1000,
+    lease_s=10.0, seed=0, ranks=1, token_budget=1000, minibatches=1, greedy=False,
 )  # fmt: skip
 
 
@@ -41,6 +44,7 @@ class Sim:
     versions: dict[int, list[int]] = field(default_factory=dict)  # episode -> version of each accepted token
     lengths: dict[int, int] = field(default_factory=dict)  # sealed episode -> length by the scheduler
     moved: set[int] = field(default_factory=set)  # episodes that were granted again with a prefix
+    greedy: dict[int, bool] = field(default_factory=dict)  # episode -> whether its leases are greedy
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -71,6 +75,7 @@ class Sim:
             for grant in self.scheduler.grant(self.now):
                 if grant.next_seq > 0:
                     self.moved.add(grant.episode_id)
+                assert self.greedy.setdefault(grant.episode_id, grant.greedy) is grant.greedy
                 self.running[grant.generator][grant.lease_id] = (grant.episode_id, grant.next_seq)
             self.scheduler.check()
         self.scheduler.finish("run ended")
@@ -170,6 +175,7 @@ def rules(draw: st.DrawFn, **fixed: Any) -> Rules:
         "order": "fifo" if over_age == "wait" else draw(st.sampled_from(["fifo", "freshest", "priority"])),
         "steps": draw(st.integers(1, 6)),
         "ranks": draw(st.integers(1, 2)),
+        "greedy": draw(st.booleans()),
     }
     return replace(RULES, **{**drawn, **fixed})
 
@@ -193,10 +199,23 @@ def test_no_schedule_deadlocks_and_every_episode_ends_once(
     assert max(uses.values()) <= rules.reuse
     trained = {episode_id for sealed in sim.sealed for episode_id in sealed.episode_ids}
     assert sim.scheduler.totals["trained"] == len(trained)
+    check_baselines(sim)
     if rules.reuse == 1:
         # Nothing is generated that no step could use.
         assert sim.scheduler.totals["filtered: run ended"] == 0
         assert len(uses) == rules.steps * rules.groups_per_step
+
+
+def check_baselines(sim: Sim) -> None:
+    """The last episode of each group is greedy, if any is; every row is made of the others, each once."""
+    size = sim.rules.group_size
+    per_group = size + 1 if sim.rules.greedy else size
+    assert sim.scheduler.next_episode_id == per_group * sim.scheduler.next_task_index
+    assert all(greedy is (episode_id % per_group == size) for episode_id, greedy in sim.greedy.items())
+    for sealed in sim.sealed:
+        packed = [sealed.episode_ids[i] for rank in sealed.plan for row in rank for i in row]
+        assert sorted(packed) == sorted(e for e in sealed.episode_ids if not sim.greedy[e])
+        assert {e // per_group for e in packed} == set(sealed.group_ids)
 
 
 @settings(max_examples=40, deadline=None)

@@ -30,6 +30,54 @@ def test_every_setting_can_be_given_as_a_flag_and_read_back_from_json() -> None:
     assert settings.from_json(config.model_dump_json()) == config
 
 
+def _read_line(line: list[str], files: list[str], flags: dict[str, str | None]) -> Config:
+    rest, entries = settings.split_entries(line)
+    assert rest == []
+    return settings.read(files, flags | entries)
+
+
+@pytest.mark.parametrize("line", [["--algo.loss_args.clip_high", "0.3"], ["--algo.loss_args.clip_high=0.3"]])
+def test_an_entry_of_a_table_can_be_given_as_a_flag(line: list[str]) -> None:
+    assert _read_line(line, [], {}).algo.loss_args == {"clip_high": 0.3}
+
+
+def test_an_entry_changes_its_table_and_nothing_else_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[algo.loss_args]\nclip_low = 0.1\nclip_high = 0.2\n[env.args]\ndigits = 1\n")
+    line = ["--algo.loss_args.clip_high", "0.3", "--env.args.hard=true"]
+    config = _read_line(line, [f"@{file}"], {})
+    assert config.algo.loss_args == {"clip_low": 0.1, "clip_high": 0.3}
+    assert config.env.args == {"digits": 1, "hard": True}
+    config = _read_line(line, [f"@{file}"], {"algo.loss_args": '{"clip_high": 9, "clip_dual": 3}'})
+    assert config.algo.loss_args == {"clip_high": 0.3, "clip_dual": 3}
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [("3", 3), ("-0.5", -0.5), ("true", True), ("null", None), ("[1, 2]", [1, 2]), ("fa3", "fa3"), ("a=b", "a=b"),
+     ("", "")],
+)  # fmt: skip
+def test_the_value_of_an_entry_is_json_or_else_text(typed: str, value: object) -> None:
+    assert _read_line(["--vllm.args.x", typed], [], {}).vllm.args == {"x": value}
+    assert _read_line([f"--vllm.args.x={typed}"], [], {}).vllm.args == {"x": value}
+
+
+def test_an_entry_of_a_table_in_a_table_has_one_more_dot() -> None:
+    line = ["--algo.advantage_args.weights.format", "0.5", "--algo.advantage_args.weights.answer", "2"]
+    assert _read_line(line, [], {}).algo.advantage_args == {"weights": {"format": 0.5, "answer": 2}}
+
+
+def test_only_entries_of_tables_are_taken_out_of_a_command_line() -> None:
+    line = ["@a.toml", "--algo.loss_argz.x", "1", "--learner.lr", "2", "--env.args", "{}", "--env.args.y", "--z"]
+    assert settings.split_entries(line) == (line[:-2], {"env.args.y": "--z"})
+
+
+def test_an_entry_without_a_value_or_of_what_is_no_table_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--env\.args\.digits needs a value"):
+        settings.split_entries(["--env.args.digits"])
+    assert "args = 'three' is no table" in _error([], {"env.args": "three", "env.args.digits": "1"})
+
+
 def test_an_unknown_flag_names_the_nearest_one() -> None:
     assert "Did you mean --learner.lr?" in settings.unknown_flag("--learner.lrr")
     assert "Did you mean --staleness.max_lag?" in settings.unknown_flag("--max_lag")

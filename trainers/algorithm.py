@@ -1,98 +1,176 @@
 """The contract of an algorithm: a frozen bundle of named plain functions, and the loss that they make.
 
-    L = sum_t  a_t [ w_t * loss(log pi_t, log pi_prox_t, A_t)  -  entropy_bonus * H_t ]
+    L = sum_t  a_t [ w_t m_t loss(log pi_t, log pi_prox_t, A_t)  +  kl_coef k(log pi_t, log ref_t)  -  bonus H_t ]
 
-`a` comes from the aggregation, `w` from the off-policy correction (pi_prox / mu, detached), A from the
-advantage estimator. The proximal policy is either the current one (its ratio is 1 in value, and `w` corrects
-the whole distance to the behaviour policy: decoupled PPO, Hilton et al. 2021, arXiv:2110.00641, with one step
-per batch) or the behaviour policy (the ratio itself corrects, and w = 1). With `ratio = sequence` the loss sees
-the mean of its sequence's log-ratios in place of each token's own: `ppo_clip` is then GSPO (Zheng et al. 2025,
-arXiv:2507.18071).
+`a` comes from the aggregation, `w` from the off-policy correction (of log pi_prox - log mu), `m` from the
+rejections (of log pi - log mu), both detached, A from the advantage estimator. The proximal policy is the
+current one (its ratio is 1 in value, and `w` corrects the whole distance to the behaviour policy: decoupled PPO,
+Hilton et al. 2021, arXiv:2110.00641, with one update for each batch), the one before the batch's first minibatch
+(`recomputed`: decoupled PPO with several), the behaviour policy (the ratio itself corrects, and w = 1), or
+`loglinear`: between the current and the behaviour policy, the nearer to the current one the older the token.
 
-Called by the learner: `estimate` once per batch, `token_loss` by the RL head for every chunk of tokens.
+Called by the learner: `shape`, `estimate`, `factor` and `mark` once per batch, on the whole batch; `token_loss`
+by the RL head for every chunk of tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncrl.config import Algo
-from asyncrl.trainers.advantages import ADVANTAGES, Outcomes
-from asyncrl.trainers.aggregation import AGGREGATIONS, Aggregation
-from asyncrl.trainers.corrections import CORRECTIONS, Correction
-from asyncrl.trainers.losses import LOSSES, TokenLoss
-from asyncrl.trainers.presets import resolve
-from asyncrl.triton_kernels.segments import sequence_log_ratio
+from asyncrl.trainers.aggregation import Aggregation
+from asyncrl.trainers.catalogue import Kind, Part, find, own, split
+from asyncrl.trainers.covariance_losses import MARKERS
+from asyncrl.trainers.outcomes import Outcomes
+from asyncrl.trainers.presets import needs, parts, resolve
+from asyncrl.trainers.token_advantages import TARGETS
+from asyncrl.trainers.tokens import Tokens
+
+TokenLoss = Callable[[Tensor, Tokens], tuple[Tensor, Tensor]]
+"""`(logp [n], tokens) -> (loss [n], clipped [n])`; `tokens.old` is the proximal policy's log-prob, and `clipped`
+marks
+tokens whose gradient or ratio was cut."""
+Weighting = Callable[[Tensor, Tokens], Tensor]
+"""`(log_weight [n], tokens) -> [n]`: a correction's weights, or a rejection's mask (1: keep)."""
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Precomputed data of n trained tokens, in the order of their labels. Tensors are [n] float32."""
+class Weightings:
+    """Corrections and rejections that are applied at the same time."""
 
-    behaviour: Tensor
-    """log mu, as the engine reported it."""
-    advantage: Tensor
-    weight: Tensor
-    """`a`: aggregation weight."""
-    lengths: Sequence[int]
-    """Trained tokens of each sequence, in the order of the tokens; they add up to n."""
+    corrections: tuple[Weighting, ...]
+    rejections: tuple[Weighting, ...]
 
-    def __getitem__(self, chunk: slice) -> Tokens:
-        starts = accumulate(self.lengths, initial=0)
-        cut = [
-            min(start + n, chunk.stop) - max(start, chunk.start)
-            for start, n in zip(starts, self.lengths, strict=False)
-            if start < chunk.stop and start + n > chunk.start
-        ]
-        return Tokens(self.behaviour[chunk], self.advantage[chunk], self.weight[chunk], cut)
+    def __bool__(self) -> bool:
+        return bool(self.corrections or self.rejections)
 
-    def edges(self) -> Tensor:
-        """[S + 1] int64: where each sequence starts, and n."""
-        return torch.tensor([0, *accumulate(self.lengths)], device=self.weight.device)
+    def weight(self, logp: Tensor, old: Tensor, tokens: Tokens) -> Tensor:
+        """[n] their product. A correction looks at the proximal policy, a rejection at the current one."""
+        weight = torch.ones_like(logp)
+        for correction in self.corrections:
+            weight = weight * correction(old - tokens.behaviour, tokens)
+        for rejection in self.rejections:
+            weight = weight * rejection(logp - tokens.behaviour, tokens)
+        return weight
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm, ready to run. `settings` is the resolved configuration that the parts read."""
+    """An algorithm, ready to run. `settings` is the resolved configuration; all functions have their
+    parameters."""
 
     settings: Algo
     advantage: Callable[[Outcomes], Tensor]
     loss: TokenLoss
     aggregation: Aggregation
-    correction: Correction
+    shapings: tuple[Callable[[Outcomes], Outcomes], ...]
+    online: Weightings
+    """Correction and rejections that the sweep applies, chunk by chunk."""
+    ahead: Weightings
+    """Those that must see the whole batch, before the baseline is taken: the sequences they empty leave it."""
+    kl: Callable[[Tensor, Tensor], Tensor]
+    """Divergence of each token from its log-prob under the reference."""
+    targets: Callable[[Outcomes], Tensor] | None
+    """[N] what a critic is fitted to; None: the estimator needs no critic."""
+    marker: Callable[[Tensor, Tokens], Tensor] | None
+    """The loss's own look at the whole batch."""
+    needs: frozenset[str]
+    """See `catalogue.Part`."""
+    sequence_level: bool
+    """Whether `token_loss` must be given whole sequences."""
+    per_token: bool
+    """Whether the advantage estimator returns a number for each token, and so needs the batch's tokens."""
+
+    # ---- once per batch ----------------------------------------------------------------------------
+
+    def shape(self, outcomes: Outcomes) -> Outcomes:
+        """Rewards after shaping, and which episodes count."""
+        for shaping in self.shapings:
+            outcomes = shaping(outcomes)
+        return outcomes
+
+    def estimate(self, outcomes: Outcomes) -> Tensor:
+        """[N] advantages of shaped outcomes. A KL penalty is part of the reward."""
+        if self.per_token:
+            return self.advantage(outcomes)
+        return outcomes.spread(self.advantage(outcomes.after_penalty()))
+
+    @torch.no_grad()
+    def divergence(self, behaviour: Tensor, reference: Tensor) -> Tensor:
+        """[n] divergence from the reference of the policy that sampled, where it is a part of the reward."""
+        return self.kl(behaviour, reference)
 
     @property
-    def sequence_level(self) -> bool:
-        """Whether `token_loss` must be given whole sequences."""
-        return self.settings.ratio == "sequence"
+    def kl_in_loss(self) -> bool:
+        """Whether the loss has a KL term of the tokens' log-probs."""
+        return self.settings.kl_in == "loss" and self.settings.kl not in ("none", "full")
 
-    def token_loss(self, logp: Tensor, entropy: Tensor, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+    def factor(self, logp: Tensor, tokens: Tokens) -> Tensor:
+        """[n] weights of the corrections and rejections that see the whole batch; `logp` is before the update."""
+        return self.ahead.weight(logp, self._old(logp, tokens), tokens)
+
+    def mark(self, logp: Tensor, tokens: Tokens) -> Tensor:
+        """[n] what the loss's look at the whole batch makes of each token; `logp` is before the update."""
+        assert self.marker is not None
+        return self.marker(logp, replace(tokens, old=self._old(logp, tokens)))
+
+    # ---- for every chunk of tokens -----------------------------------------------------------------
+
+    def token_loss(
+        self, logp: Tensor, entropy: Tensor, tokens: Tokens, kl_coef: float = 0.0
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of each token; its sum over the batch is the batch's loss.
 
         Args:
             logp: [n] log-probs of the labels under the current policy, with gradient.
             entropy: [n] entropies of the distributions they were drawn from, with gradient.
             tokens: [n] their data.
+            kl_coef: coefficient of the KL term in the loss, where there is one.
 
         Returns:
-            The losses [n], and per-token metrics [n], detached: `clipped` (0 or 1) and `weight` (w).
+            The losses [n], and per-token metrics [n], detached: `clipped` (0 or 1) and `weight` (w m).
         """
-        old = logp.detach() if self.settings.proximal == "current" else tokens.behaviour
-        weight = self.correction(old - tokens.behaviour, self.settings)
-        if self.sequence_level:
-            ratio = sequence_log_ratio(logp, old, tokens.edges())
-            loss, clipped = self.loss(ratio, torch.zeros_like(ratio), tokens.advantage, self.settings)
-        else:
-            loss, clipped = self.loss(logp, old, tokens.advantage, self.settings)
+        old = self._old(logp.detach(), tokens)
+        weight = self.online.weight(logp.detach(), old, tokens)
+        if tokens.factor is not None:
+            weight = weight * tokens.factor
+        loss, clipped = self.loss(logp, replace(tokens, old=old))
         loss = weight * loss
+        if tokens.reference is not None:
+            loss = loss + kl_coef * self.kl(logp, tokens.reference)
         if self.settings.entropy_bonus:
             loss = loss - self.settings.entropy_bonus * entropy
         return tokens.weight * loss, {"clipped": clipped.to(logp.dtype), "weight": weight}
+
+    def _old(self, logp: Tensor, tokens: Tokens) -> Tensor:
+        """Log-probs under the proximal policy, without gradient."""
+        match self.settings.proximal:
+            case "recomputed" if tokens.old is not None:
+                return tokens.old
+            case "behaviour":
+                return tokens.behaviour
+            case "loglinear":
+                assert tokens.lag is not None
+                return loglinear(logp.detach(), tokens.behaviour, tokens.lag)
+            case _:
+                return logp.detach()
+
+
+def loglinear(logp: Tensor, behaviour: Tensor, lag: Tensor) -> Tensor:
+    """Log-prob of a policy between both: behaviour + (1 - 1 / lag) (logp - behaviour); lag 0 gives behaviour.
+
+    It stands for the policy one version before the current one, for which no forward pass is needed. A-3PO, 2025
+    (arXiv:2512.06547), section 3.
+    """
+    share = 1 - 1 / lag.clamp(min=1).to(logp.dtype)
+    return behaviour + share * (logp - behaviour)
 
 
 def build(algo: Algo) -> Algorithm:
@@ -102,10 +180,45 @@ def build(algo: Algo) -> Algorithm:
         ValueError: see `asyncrl.trainers.presets.resolve`.
     """
     settings = resolve(algo)
+    [(loss, _)], [(advantage, estimator)] = _bound(settings, "loss"), _bound(settings, "advantage")
+    marker = MARKERS.get(settings.loss or "")
+    targets = TARGETS.get(settings.advantage or "")
     return Algorithm(
         settings=settings,
-        advantage=ADVANTAGES[settings.advantage or ""],
-        loss=LOSSES[settings.loss or ""],
-        aggregation=AGGREGATIONS[settings.aggregation or ""],
-        correction=CORRECTIONS[settings.correction or ""],
+        advantage=advantage,
+        loss=loss,
+        aggregation=_bound(settings, "aggregation")[0][0],
+        shapings=tuple(function for function, _ in _bound(settings, "shaping")),
+        online=_weightings(settings, ahead=False),
+        ahead=_weightings(settings, ahead=True),
+        kl=_bound(settings, "kl")[0][0],
+        targets=None if targets is None else partial(targets, **_of(targets, settings.advantage_args)),
+        marker=None if marker is None else partial(marker, **_of(marker, settings.loss_args)),
+        needs=needs(settings) | ({"logp"} if settings.proximal == "recomputed" else set()),
+        sequence_level=any(part.level == "sequence" for kind, _, part in parts(settings) if kind != "advantage"),
+        per_token=estimator.level == "token",
     )
+
+
+def _bound(settings: Algo, kind: Kind) -> list[tuple[Callable[..., Any], Part]]:
+    """The functions of a kind with their parameters, and their entries in the catalogue."""
+    found: list[tuple[Callable[..., Any], Part]] = []
+    for name in split(kind, getattr(settings, kind) or "none"):
+        part = find(kind, name)
+        arguments = own(part, getattr(settings, f"{kind}_args", {}))
+        found.append((partial(part.function(), **arguments), part))
+    return found
+
+
+def _weightings(settings: Algo, *, ahead: bool) -> Weightings:
+    """The corrections and rejections that see the whole batch (`ahead`), or the others."""
+
+    def chosen(kind: Kind) -> tuple[Weighting, ...]:
+        return tuple(function for function, part in _bound(settings, kind) if (part.level == "batch") == ahead)
+
+    return Weightings(chosen("correction"), chosen("rejection"))
+
+
+def _of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a function takes."""
+    return {name: value for name, value in arguments.items() if name in signature(function).parameters}

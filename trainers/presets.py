@@ -1,101 +1,181 @@
 """The algorithms by name, and how a preset becomes a complete `config.Algo`.
 
-A preset is a few lines that a reader can hold in the head: names of parts, and their numbers. `resolve` fills
-what the user left open and refuses names that no part has. It builds nothing and imports no torch:
-`asyncrl.trainers.algorithm` turns the result into functions. Called by the command line (`--dry-run`,
-validation), the hub (group filter) and the learner.
+A preset is a few lines that a reader can hold in the head: the parts that differ from `BASE`, and their numbers.
+`resolve` fills what the user left open and refuses what no part takes or what contradicts itself. It imports no
+torch: `asyncrl.trainers.algorithm` turns the result into functions. Called by the command line (`--dry-run`,
+validation, `asyncrl algos`), the hub (group filter, greedy episodes) and the learner.
 """
 
 from __future__ import annotations
 
 import difflib
+from typing import Any, get_args
 
 from asyncrl.config import Algo
+from asyncrl.envs.registry import load_plugin, names
+from asyncrl.trainers.catalogue import Kind, Part, complete, find, split
 
-PARTS: dict[str, tuple[str, ...]] = {
-    "advantage": ("grpo", "dr_grpo", "rloo", "reinforce"),
-    "loss": ("ppo_clip", "reinforce", "cispo"),
-    "aggregation": ("token_mean", "sequence_mean"),
-    "correction": ("none", "token_tis", "icepop"),
-    "filter": ("none", "equal_rewards"),
-}
-"""What each key of `[algo]` may name; the registries in this package hold the functions."""
+GROUP = "asyncrl.algorithms"
+"""Entry points of whole algorithms: each a `config.Algo`, like those below."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+BASE = Algo(
+    advantage="grpo",
+    loss="ppo_clip",
+    aggregation="token_mean",
+    proximal="current",
+    correction="token_tis",
+    rejection="none",
+    filter="none",
+    shaping="none",
+    kl="none",
+    kl_in="loss",
+    kl_coef=0.001,
+    kl_target=0.0,
+    kl_horizon=10000.0,
+    reference_every=0,
+    entropy_bonus=0.0,
+)
+"""What a preset does not name: one update for each batch, corrected for the distance to the behaviour policy."""
+
+
+def _preset(**parts: Any) -> Algo:
+    return BASE.model_copy(update=parts)
+
 
 PRESETS: dict[str, Algo] = {
-    # Yu et al. 2025, arXiv:2503.14476. The paper's overlong penalty is off until `overlong_buffer` is set
-    # (the paper takes a fifth of the longest answer), because no length fits every task.
-    "dapo": Algo(
-        name="dapo",
-        advantage="grpo",
-        loss="ppo_clip",
-        ratio="token",
-        aggregation="token_mean",
-        clip_low=0.2,
-        clip_high=0.28,
-        clip_dual=10.0,
-        proximal="current",
-        correction="token_tis",
-        correction_cap=2.0,
-        correction_floor=0.0,
-        filter="equal_rewards",
-        overlong_buffer=0,
-        entropy_bonus=0.0,
+    # Its overlong penalty is `shaping = "overlong"`: no length fits every task.
+    "dapo": _preset(loss_args={"clip_low": 0.2, "clip_high": 0.28, "clip_dual": 10.0}, filter="equal_rewards"),
+    # Its KL term is `kl = "k3"`; it is usually left out where rewards are verified.
+    "grpo": _preset(aggregation="sequence_mean"),
+    "drgrpo": _preset(advantage="dr_grpo", aggregation="constant"),
+    "rloo": _preset(advantage="rloo", loss="reinforce", aggregation="sequence_sum"),
+    "reinforce++": _preset(advantage="reinforce_pp", kl="k1", kl_in="reward"),
+    "reinforce++-baseline": _preset(advantage="reinforce_pp_baseline", kl="k2"),
+    "remax": _preset(advantage="remax", loss="reinforce"),
+    "opo": _preset(advantage="opo", loss="reinforce"),
+    "gpg": _preset(advantage="gpg", loss="reinforce"),
+    "pass-k": _preset(advantage="pass_k"),
+    "gdpo": _preset(advantage="gdpo"),
+    "otb": _preset(advantage="otb", loss="reinforce"),
+    "ppo": _preset(advantage="gae"),
+    # The weights are in the advantages, so there is no other correction.
+    "vtrace": _preset(advantage="vtrace", loss="reinforce", correction="none"),
+    "gspo": _preset(loss="gspo", aggregation="sequence_mean", proximal="behaviour", correction="none"),
+    # In the losses of the next two the weight is the correction.
+    "cispo": _preset(loss="cispo", proximal="behaviour", correction="none"),
+    "aipo": _preset(loss="aipo", proximal="behaviour", correction="none"),
+    "gmpo": _preset(loss="gmpo", aggregation="sequence_mean", proximal="behaviour", correction="none"),
+    "sapo": _preset(loss="sapo", aggregation="sequence_mean", proximal="behaviour", correction="none"),
+    "dppo": _preset(loss="dppo_tv", advantage="dr_grpo", proximal="behaviour", correction="none"),
+    "clip-cov": _preset(loss="clip_cov"),
+    "kl-cov": _preset(loss="kl_cov"),
+    "prime": _preset(advantage="prime", filter="mean_band"),
+    "sppo": _preset(
+        advantage="rloo", loss="sppo", aggregation="sequence_mean", proximal="behaviour", correction="none"
     ),
-    # Shao et al. 2024, arXiv:2402.03300, without the KL term.
-    "grpo": Algo(
-        name="grpo",
-        advantage="grpo",
-        loss="ppo_clip",
-        ratio="token",
-        aggregation="sequence_mean",
-        clip_low=0.2,
-        clip_high=0.2,
-        clip_dual=0.0,
-        proximal="current",
-        correction="token_tis",
-        correction_cap=2.0,
-        correction_floor=0.0,
-        filter="none",
-        overlong_buffer=0,
-        entropy_bonus=0.0,
+    "dro": _preset(advantage="rloo", loss="dro", proximal="behaviour", correction="none"),
+    "m2po": _preset(rejection="m2po", correction_args={"cap": 10.0}),
+    "online-dpo": _preset(
+        advantage="dpo", loss="reinforce", aggregation="sequence_sum", filter="equal_rewards", correction="none"
     ),
 }
+"""Their papers: `asyncrl.trainers.about`."""
 
 
 def resolve(algo: Algo) -> Algo:
-    """Fills every key that is None from the preset `algo.name`. Resolving twice changes nothing.
+    """Fills every key that is None from the preset `algo.name`, and all parameters of all parts.
+
+    A part that the user names brings its own defaults: the preset's parameters were meant for the preset's part.
+    Resolving twice changes nothing.
 
     Raises:
-        ValueError: the preset or a part is unknown (the nearest name is given), or the parts contradict
-            each other.
+        ValueError: the preset, a part or a parameter is unknown (the nearest name is given), a value is out of its
+            range, or the parts contradict each other.
     """
-    _known("name", algo.name, tuple(PRESETS))
-    chosen = {key: value for key, value in algo if value is not None}
-    resolved = PRESETS[algo.name].model_copy(update=chosen)
-    for key, names in PARTS.items():
-        _known(key, getattr(resolved, key), names)
-    if resolved.loss == "reinforce" and resolved.proximal == "behaviour":
+    base = preset(algo.name)
+    chosen = {key: value for key, value in algo if value is not None and not key.endswith("_args")}
+    resolved = base.model_copy(update=chosen)
+    arguments: dict[str, Any] = {}
+    for kind in KINDS:
+        if kind == "kl":  # Its parameters are keys of their own.
+            find(kind, resolved.kl or "")
+            continue
+        value = getattr(resolved, kind)
+        inherited = getattr(base, f"{kind}_args") if value == getattr(base, kind) else {}
+        arguments[f"{kind}_args"] = complete(kind, value, inherited | getattr(algo, f"{kind}_args"))
+    resolved = resolved.model_copy(update=arguments)
+    _consistent(resolved)
+    return resolved
+
+
+def preset(name: str) -> Algo:
+    """A preset of this package or a plug-in.
+
+    Raises:
+        ValueError: there is none, or the plug-in is no complete `Algo`.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    if ":" in name or name in names(GROUP):
+        found = load_plugin(GROUP, name, "algorithm")
+        if not isinstance(found, Algo):
+            raise ValueError(f"algo.name = {name!r} is a {type(found).__name__}, not an asyncrl.config.Algo")
+        return BASE.model_copy(update={key: value for key, value in found if value not in (None, {})})
+    allowed = (*PRESETS, *names(GROUP))
+    near = difflib.get_close_matches(name, allowed, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"algo.name = {name!r} is unknown; {hint}allowed: {', '.join(allowed)}")
+
+
+def parts(algo: Algo) -> list[tuple[Kind, str, Part]]:
+    """Every part of a resolved algorithm."""
+    named = ((kind, getattr(algo, kind) or "none") for kind in KINDS)
+    return [(kind, name, find(kind, name)) for kind, value in named for name in split(kind, value)]
+
+
+def needs(algo: Algo) -> frozenset[str]:
+    """What a resolved algorithm needs besides the policy's own forward pass; see `catalogue.Part`."""
+    return frozenset(need for _, _, part in parts(algo) for need in part.needs)
+
+
+def has_greedy_baseline(algo: Algo) -> bool:
+    """Whether each group of a resolved algorithm has a greedy episode besides."""
+    return "greedy" in find("advantage", algo.advantage or "").needs
+
+
+def _consistent(algo: Algo) -> None:
+    """Refuses parts that contradict each other."""
+    if algo.loss == "reinforce" and algo.proximal == "behaviour":
         raise ValueError(
             "algo.loss = 'reinforce' with algo.proximal = 'behaviour' would leave stale tokens uncorrected, "
             "because that loss has no ratio; use algo.proximal = 'current' with algo.correction = 'token_tis'"
         )
-    if resolved.loss == "reinforce" and resolved.ratio == "sequence":
+    if find("loss", algo.loss or "").level == "sequence" and algo.proximal == "current":
         raise ValueError(
-            "algo.loss = 'reinforce' has no ratio, so algo.ratio = 'sequence' cannot apply; use 'token'"
-        )
-    if resolved.ratio == "sequence" and resolved.proximal == "current":
-        raise ValueError(
-            "algo.ratio = 'sequence' with algo.proximal = 'current' would clip nothing, because every ratio to "
+            f"algo.loss = {algo.loss!r} with algo.proximal = 'current' would clip nothing, because every ratio to "
             "the current policy is 1; use algo.proximal = 'behaviour'"
         )
-    if resolved.clip_dual and resolved.clip_dual <= 1:
-        raise ValueError(f"algo.clip_dual = {resolved.clip_dual}: must be above 1 (usual: 3 to 10), or 0 for off")
-    return resolved
+    dual = algo.loss_args.get("clip_dual", 0)
+    if 0 < dual <= 1:
+        raise ValueError(f"algo.loss_args: clip_dual = {dual}: must be above 1 (usual: 3 to 10), or 0 for off")
+    if algo.kl_in == "reward" and algo.kl == "full":
+        raise ValueError("algo.kl = 'full' is a loss; with algo.kl_in = 'reward' use 'k1'")
+    if algo.advantage == "gdpo" and (_shapes(algo) or (algo.kl != "none" and algo.kl_in == "reward")):
+        raise ValueError(
+            "algo.advantage = 'gdpo' compares the environment's rewards by name, so a KL term in the reward or "
+            f"algo.shaping = {algo.shaping!r} would do nothing; use algo.kl_in = 'loss', and algo.shaping = 'none'"
+        )
+    if algo.advantage == "dpo" and algo.rejection != "none":
+        raise ValueError(
+            f"algo.advantage = 'dpo' with algo.rejection = {algo.rejection!r}: a pair of which one half is "
+            "rejected has no DPO loss; use algo.rejection = 'none'"
+        )
+    low, high = (algo.shaping_args.get(name, 0.0) for name in ("reward_low", "reward_high"))
+    if low > high:
+        raise ValueError(f"algo.shaping_args: reward_low = {low} is above reward_high = {high}; give a range")
 
 
-def _known(key: str, value: str, names: tuple[str, ...]) -> None:
-    if value in names:
-        return
-    near = difflib.get_close_matches(value, names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(f"algo.{key} = {value!r} is unknown; {hint}allowed: {', '.join(names)}")
+def _shapes(algo: Algo) -> bool:
+    """Whether a shaping changes rewards."""
+    return bool(set(split("shaping", algo.shaping or "none")) - {"drop_truncated"})

@@ -4,15 +4,15 @@ It knows the environment and the engine through their protocols and speaks to th
 outbox. It is called by `asyncrl.generator.process`, one task per lease, and by `asyncrl.evaluate` with an
 outbox of its own.
 
-The environment is a fault boundary: what it raises, or does not answer in time, fails the episode with the
-reason and never touches another one. Whatever else raises here is a bug or a dead engine and propagates.
+The environment is a fault boundary, and so are the reward functions: what they raise, or do not answer in time,
+fails the episode with the reason and never touches another one. Whatever else raises here is a bug or a dead
+engine and propagates.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -20,6 +20,8 @@ from typing import Any, Protocol, TypeVar
 from asyncrl.chat import ChatFormat
 from asyncrl.config import Config
 from asyncrl.envs.base import Env, Environment, Message, Start, Step
+from asyncrl.envs.reward_signatures import EpisodeView
+from asyncrl.envs.rewards import RewardFault, Rewards, named, total
 from asyncrl.generator.engines.base import Delta, Engine, SamplingParams
 from asyncrl.generator.record import TokenRecord
 from asyncrl.messages import Chunk, EpisodeEnd, EpisodeStatus, Lease
@@ -46,6 +48,7 @@ class World:
     chat: ChatFormat
     engine: Engine
     sink: Sink
+    rewards: Rewards
 
 
 class _EnvironmentFault(Exception):
@@ -59,18 +62,6 @@ def _raised(what: str, error: Exception) -> _EnvironmentFault:
     return _EnvironmentFault(EpisodeStatus.FAILED_ENVIRONMENT, detail)
 
 
-def _number(name: str, value: Any) -> float:
-    """A reward as a plain float: environments give NumPy's and others' numbers, messages carry only ours."""
-    try:
-        number = float(value)
-    except Exception:  # An environment's own type may raise anything; it fails its episode, named below.
-        number = math.nan
-    if not math.isfinite(number):
-        detail = f"reward {name!r} = {value!r} is no number"
-        raise _EnvironmentFault(EpisodeStatus.FAILED_ENVIRONMENT, detail)
-    return number
-
-
 class EpisodeRunner:
     """One episode from its lease to its end. `await run()` once; cancelling it aborts the request."""
 
@@ -79,26 +70,29 @@ class EpisodeRunner:
         self._lease = lease
         self._record = record
         self._seq = lease.prefix.next_seq
-        self._rewards: list[float] = []
+        self._rewards: dict[str, float] = {}
         self._turns = 0
         self._tools: list[dict[str, Any]] = []
+        self._prompt: list[Message] = []
         self._messages: list[Message] = []
 
     async def run(self) -> None:
         """Runs the episode and sends its end, whatever the environment does."""
         env: Env | None = None
+        rewards: dict[str, float] = {}
         try:
             env = self._guard("make", self._world.environment.make)
             status, detail = await self._play(env), ""
-        except _EnvironmentFault as fault:
+            rewards = await self._all_rewards(status)
+        except (_EnvironmentFault, RewardFault) as fault:
             status, detail = fault.status, str(fault)
         finally:
             if env is not None:
                 await self._close(env)
-        reward = sum(self._rewards) if self._rewards and not status.is_failed else None
+        reward = total(rewards, self._world.config.reward.weights)
         lease = self._lease
         self._world.sink.end(
-            EpisodeEnd(lease.lease_id, lease.episode_id, self._seq, status, reward, self._turns, detail)
+            EpisodeEnd(lease.lease_id, lease.episode_id, self._seq, status, reward, self._turns, detail, rewards)
         )
 
     # ---- turns -----------------------------------------------------------------------------------
@@ -109,7 +103,7 @@ class EpisodeRunner:
         prompt = self._guard(
             "the chat template, given reset's messages,", lambda: chat.prompt_ids(start.messages, start.tools)
         )
-        self._messages, self._tools = list(start.messages), start.tools
+        self._prompt, self._messages, self._tools = [*start.messages], [*start.messages], start.tools
         if not self._record.spans:
             self._observe(prompt)
         else:
@@ -129,7 +123,7 @@ class EpisodeRunner:
         finished = turns[:-1] if self._record.ends_sampled else turns
         for ids in finished:
             step = await self._step(env, ids)
-            self._messages += [self._world.chat.message(ids), *step.messages]
+            self._messages += step.messages
 
     async def _answer(self, env: Env, ids: list[int], finish: str) -> EpisodeStatus | None:
         """Gives a finished turn to the environment; returns the status if the episode is over."""
@@ -142,17 +136,16 @@ class EpisodeRunner:
             return EpisodeStatus.COMPLETED
         if self._turns >= self._world.config.env.max_turns:
             return EpisodeStatus.TRUNCATED_TURNS
-        before = [*self._messages, self._world.chat.message(ids)]
         suffix = self._guard(
             "the chat template, given step's messages,",
-            lambda: self._world.chat.suffix_ids(before, finish == "stop", step.messages, self._tools),
+            lambda: self._world.chat.suffix_ids(self._messages, finish == "stop", step.messages, self._tools),
         )
         if suffix is None:
             raise _EnvironmentFault(
                 EpisodeStatus.FAILED_ENVIRONMENT,
                 "the chat template rewrites earlier turns, so this turn cannot be appended to the record",
             )
-        self._messages = [*before, *step.messages]
+        self._messages += step.messages
         self._observe(suffix)
         return None
 
@@ -160,9 +153,18 @@ class EpisodeRunner:
         message = self._world.chat.message(ids)
         step = await self._ask(lambda: env.step(message), Step, "step")
         self._turns += 1
-        rewards = self._guard("reading step's rewards", lambda: dict(step.rewards))
-        self._rewards += [_number(name, value) for name, value in rewards.items() if value is not None]
+        self._messages.append(message)
+        for name, value in named(self._guard("reading step's rewards", lambda: dict(step.rewards))).items():
+            self._rewards[name] = self._rewards.get(name, 0.0) + value
         return step
+
+    async def _all_rewards(self, status: EpisodeStatus) -> dict[str, float]:
+        """The environment's rewards, and those of the run's functions if there is a turn to reward."""
+        if not self._turns:
+            return self._rewards
+        turns = self._messages[len(self._prompt) :]
+        view = EpisodeView(self._lease.task, self._prompt, turns, status, self._world.config.env.name)
+        return await self._world.rewards.of(view, self._rewards)
 
     # ---- tokens ----------------------------------------------------------------------------------
 
@@ -179,7 +181,8 @@ class EpisodeRunner:
             return "length"
         if room <= 0:
             return "context"
-        params = SamplingParams(min(left, room), tuple(stop_ids), config.sampling.temperature, self._lease.seed)
+        temperature = 0.0 if self._lease.greedy else config.sampling.temperature
+        params = SamplingParams(min(left, room), tuple(stop_ids), temperature, self._lease.seed)
         finish = "abort"
         async for delta in self._world.engine.generate(str(self._lease.lease_id), list(record.ids), params):
             self._take(delta)

@@ -12,7 +12,7 @@ business, and the hub alone decides what runs where. Started by the supervisor, 
 
     | part         | waits for                         | unblocked by                               |
     |--------------|-----------------------------------|--------------------------------------------|
-    | episode task | tokens, the environment           | engine thread; env.timeout_s               |
+    | episode task | tokens, environment, rewards      | engine thread; env. and reward.timeout_s   |
     | engine       | work                              | a lease                                    |
     | outbox       | Ack (keeps, never blocks)         | hub commit; re-sent after a hub restart    |
     | receiver     | Go, then the broadcast            | publisher; weights.timeout_s               |
@@ -52,6 +52,7 @@ from asyncrl.messages import (
     Welcome,
 )
 from asyncrl.process import EXIT_USAGE, pin
+from asyncrl.scorer_client import ScorerClient
 from asyncrl.settings import from_json
 from asyncrl.transport import AsyncSocket
 from asyncrl.weights.receiver import Receiver
@@ -78,6 +79,7 @@ class GeneratorProcess:
         self._episodes: dict[int, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._world: World | None = None
+        self._scorer: ScorerClient | None = None
         self._receiver: Receiver | None = None
         self._config = Config()
         self._finished = 0
@@ -119,7 +121,9 @@ class GeneratorProcess:
         # Loading a model takes seconds; in a thread the control socket stays alive meanwhile.
         index = int(number) if (number := self._name.rsplit("-", 1)[-1]).isdecimal() else 0
         loop = asyncio.get_running_loop()
-        self._world = await asyncio.to_thread(_build_world, config, self._outbox, loop, index)
+        if config.reward.endpoint is not None:
+            self._scorer = ScorerClient(config.reward.endpoint)
+        self._world = await asyncio.to_thread(_build_world, config, self._outbox, loop, index, self._scorer)
         self._receiver = Receiver(config, self._world.engine, self._control.send)
         print(f"{self._name}: ready with version {self._world.engine.version}", flush=True)
 
@@ -135,7 +139,7 @@ class GeneratorProcess:
         if self._receiver is not None:
             self._receiver.close()
         await self._world.engine.close()
-        for socket in (self._control, self._data):
+        for socket in (self._control, self._data, self._scorer):
             if socket is not None:
                 socket.close()
 
@@ -260,12 +264,17 @@ class GeneratorProcess:
             self._exit.set_result(status)
 
 
-def _build_world(config: Config, outbox: Outbox, loop: asyncio.AbstractEventLoop, index: int) -> World:
-    """Imports and loads what is heavy: torch, the engine, the tokenizer, the environment."""
+def _build_world(
+    config: Config, outbox: Outbox, loop: asyncio.AbstractEventLoop, index: int, scorer: ScorerClient | None
+) -> World:
+    """Imports and loads what is heavy: torch, the engine, the tokenizer, the environment, the reward functions."""
     from asyncrl.chat import ChatFormat
     from asyncrl.envs.registry import load
+    from asyncrl.envs.rewards import Rewards
     from asyncrl.generator.engines.select import open_engine
 
     assert config.model.path is not None
+    environment = load(config.env.name, config.env.args)
+    rewards = Rewards(config.reward, scorer.reward if scorer else None)
     engine = open_engine(config, config.model.path, loop, index=index)
-    return World(config, load(config.env.name, config.env.args), ChatFormat(config.model.path), engine, outbox)
+    return World(config, environment, ChatFormat(config.model.path), engine, outbox, rewards)

@@ -32,9 +32,10 @@ import numpy as np
 
 from asyncrl.learner import dist
 from asyncrl.learner.checkpoint import CheckpointBroken, Checkpointer, Done
+from asyncrl.learner.errors import NotFinite
 from asyncrl.learner.export import export
 from asyncrl.learner.selftest import PackingMismatch
-from asyncrl.learner.update import NotFinite, Trainer
+from asyncrl.learner.update import Trainer
 from asyncrl.messages import (
     Batch,
     Checkpointed,

@@ -1,19 +1,20 @@
 """From a rank's share of a batch to packed rows of tensors.
 
-A token is trained if the policy sampled it, it is not the first of its segment, its episode has a reward, and
-its lag is within the limit; its log-prob comes from the hidden state one position before. Everything else is
-context. On the CPU, sequences of a row that begin with the same prompt share its tokens: a group's prompt is
-computed once, and only the attention repeats it (`asyncrl.learner.attention`).
+A token is a candidate if the policy sampled it, it is not the first of its segment, and its episode has a
+reward; it is trained if its lag is within the limit too. Its log-prob comes from the hidden state one position
+before. Everything else is context. On the CPU, sequences of a row that begin with the same prompt share its
+tokens: a group's prompt is computed once, and only the attention repeats it (`asyncrl.learner.attention`).
 
-Counting comes before weighting: `read` counts the trained tokens, the caller sums the counts over the ranks, and
-`build` turns them into weights.
+Reading comes before weighting: `read` finds the tokens, the caller counts them over the ranks and makes their
+columns, and `build` turns both into rows, of all candidates (to compute something for them) or of the trained
+ones.
 
 Called by `asyncrl.learner.update`. Numpy until the last step, no communication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,13 +24,12 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.learner.attention import Segments, segments
 from asyncrl.messages import Batch
-from asyncrl.trainers.aggregation import Aggregation, Totals
-from asyncrl.trainers.algorithm import Tokens
+from asyncrl.trainers.tokens import Tokens
 
 
 @dataclass(frozen=True)
 class Row:
-    """One packed row, ready for the forward. T tokens, n trained tokens."""
+    """One packed row, ready for the forward. T tokens, n labels."""
 
     ids: Tensor
     """[T] int64."""
@@ -41,9 +41,7 @@ class Row:
     labels: Tensor
     """[n] int64."""
     tokens: Tokens
-    """Data of the trained tokens, [n] each."""
-    lag: Tensor
-    """[n] int64: lag of each trained token."""
+    """Data of the labels, [n] each."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,10 @@ class Share:
     """[F] float32"""
     lag: np.ndarray
     """[F] lag of sampled tokens"""
-    trained: np.ndarray
+    candidate: np.ndarray
     """[F] bool"""
+    trained: np.ndarray
+    """[F] bool: of the candidates, those within the lag limit"""
     lengths: np.ndarray
     """[S]"""
     prompt: np.ndarray
@@ -66,14 +66,11 @@ class Share:
     """[S] index into `Batch.episodes`"""
     row_sizes: list[int]
     """Sequences of each row."""
-    sampled: int
-    """Number of sampled tokens that could be trained were it not for their lag."""
 
-    @property
-    def trained_lengths(self) -> np.ndarray:
-        """[S] trained tokens of each sequence."""
+    def count(self, mask: np.ndarray) -> np.ndarray:
+        """[S] tokens of each sequence that are in a mask [F]."""
         owner = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        return np.bincount(owner[self.trained], minlength=len(self.lengths))
+        return np.bincount(owner[mask], minlength=len(self.lengths))
 
 
 def lag_limit(config: Config) -> int | None:
@@ -118,35 +115,37 @@ def read(batch: Batch, ids: np.ndarray, logprobs: np.ndarray, step: int, limit: 
     trained = candidate if limit is None else candidate & (lag <= limit)
     row_sizes = [len(row) for row in batch.rows]
     prompt = np.array([0 if run[0].sampled else run[0].n for run in batch.spans], dtype=np.int64)
-    return Share(ids, logprobs, lag, trained, lengths, prompt, episode, row_sizes, int(candidate.sum()))
+    return Share(ids, logprobs, lag, candidate, trained, lengths, prompt, episode, row_sizes)
 
 
 def build(
-    share: Share,
-    advantages: Sequence[float] | np.ndarray,
-    aggregation: Aggregation,
-    totals: Totals,
-    device: torch.device,
+    share: Share, mask: np.ndarray, weight: np.ndarray, columns: Mapping[str, Tensor], device: torch.device
 ) -> list[Row]:
-    """The rows of a share.
+    """The rows of a share, with labels where the mask is.
 
     Args:
         share: from `read`.
-        advantages: of every episode of the batch.
-        aggregation: gives the tokens' weights.
-        totals: of the whole batch, over all ranks.
+        mask: [F] bool, a subset of the share's candidates.
+        weight: [S], weight of each label of a sequence.
+        columns: [C] each, one number for each candidate: further fields of `Tokens`.
         device: where the tensors go.
     """
-    trained = share.trained_lengths
-    per_sequence = aggregation(torch.from_numpy(trained).double(), totals).numpy()
-    weight = np.repeat(per_sequence, share.lengths).astype(np.float32)
-    advantage = np.repeat(np.asarray(advantages)[share.episode], share.lengths).astype(np.float32)
-    rows, token, sequence = [], 0, 0
+    counted = share.count(mask)
+    kept = torch.from_numpy(mask[share.candidate])
+    full = {name: column[kept].float() for name, column in columns.items()}
+    full |= {"weight": torch.from_numpy(np.repeat(weight, counted)).float()}
+    full |= {"behaviour": torch.from_numpy(share.behaviour[mask]), "lag": torch.from_numpy(share.lag[mask])}
+    rows, token, label, sequence = [], 0, 0, 0
     for size in share.row_sizes:
         mine = slice(sequence, sequence + size)
         part = slice(token, token + int(share.lengths[mine].sum()))
-        token, sequence = part.stop, mine.stop
-        rows.append(_row(share, part, mine, trained[mine], weight, advantage, device))
+        labels = slice(label, label + int(counted[mine].sum()))
+        token, label, sequence = part.stop, labels.stop, mine.stop
+        tokens = {name: column[labels].to(device) for name, column in full.items()}
+        if "advantage" not in tokens:
+            tokens["advantage"] = torch.zeros_like(tokens["weight"])
+        data = Tokens(lengths=counted[mine].tolist(), **tokens)
+        rows.append(_row(share, part, mine, np.flatnonzero(mask[part]), data, device))
     return rows
 
 
@@ -164,15 +163,7 @@ def _shared(ids: np.ndarray, lengths: np.ndarray, prompts: np.ndarray) -> tuple[
     return stored, (np.cumsum(stored) - 1)[source]
 
 
-def _row(
-    share: Share,
-    part: slice,
-    mine: slice,
-    trained: np.ndarray,
-    weight: np.ndarray,
-    advantage: np.ndarray,
-    device: torch.device,
-) -> Row:
+def _row(share: Share, part: slice, mine: slice, label: np.ndarray, tokens: Tokens, device: torch.device) -> Row:
     """One row. An empty one becomes a single token that trains nothing: all ranks run the same collectives."""
     lengths, prompts, ids = share.lengths[mine], share.prompt[mine], share.ids[part]
     if not len(lengths):
@@ -181,25 +172,15 @@ def _row(
     if device.type != "cpu":  # The GPU's kernels take every segment whole.
         prompts = np.zeros_like(prompts)
     stored, owner = _shared(ids, lengths, prompts)
-    label = np.flatnonzero(share.trained[part])
 
-    def move(array: np.ndarray, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, dtype)
-
-    def of_tokens(values: np.ndarray) -> Tensor:
-        return move(values[part][label], torch.float32)
+    def move(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device, torch.int64)
 
     return Row(
-        ids=move(ids[stored].astype(np.int64), torch.int64),
-        positions=move(positions[stored], torch.int64),
+        ids=move(ids[stored]),
+        positions=move(positions[stored]),
         segments=segments(lengths.tolist(), owner).to(device),
-        states=move(owner[label - 1], torch.int64),
-        labels=move(ids[label].astype(np.int64), torch.int64),
-        tokens=Tokens(
-            behaviour=of_tokens(share.behaviour),
-            advantage=of_tokens(advantage),
-            weight=of_tokens(weight),
-            lengths=trained.tolist(),
-        ),
-        lag=move(share.lag[part][label], torch.int64),
+        states=move(owner[label - 1]),
+        labels=move(ids[label]),
+        tokens=tokens,
     )

@@ -76,6 +76,10 @@ class EpisodeRow:
     sampled: int
     min_version: int
     max_version: int
+    greedy: bool
+    """A baseline of its group, sampled at temperature 0 and in no row of a batch."""
+    rewards: dict[str, float]
+    """The environment's rewards by name, summed over turns."""
 
 
 class RunReader:
@@ -194,6 +198,11 @@ class RunReader:
         rows = self._db.execute("SELECT state, reason, COUNT(*) FROM episode GROUP BY state, reason")
         return {(state, reason): count for state, reason, count in rows}
 
+    def greedy_states(self) -> dict[str, int]:
+        """Number of greedy episodes, the baselines of their groups, by state; `episode_states` has them too."""
+        rows = self._db.execute("SELECT state, COUNT(*) FROM episode WHERE greedy GROUP BY state")
+        return dict(rows.fetchall())
+
     def token_counts(self) -> tuple[int, int]:
         """Tokens of all ended episodes, and those of them that the policy sampled."""
         rows = self._db.execute("SELECT COALESCE(SUM(length), 0), COALESCE(SUM(sampled), 0) FROM episode")
@@ -225,7 +234,7 @@ class RunReader:
         rows = self._db.execute(
             """
             SELECT episode_id, group_id, task_id, episode.state, episode.reason, status, reward, turns,
-                   length, sampled, min_version, max_version
+                   length, sampled, min_version, max_version, greedy, rewards_json
             FROM episode JOIN grp USING (group_id) JOIN task USING (task_index)
             WHERE (:state IS NULL OR episode.state = :state)
               AND (:reason IS NULL OR episode.reason = :reason)
@@ -234,7 +243,7 @@ class RunReader:
             """,
             {"state": state, "reason": reason, "group": group, "limit": limit},
         )
-        return [EpisodeRow(*row) for row in rows]
+        return [EpisodeRow(*[*plain, bool(greedy), json.loads(rewards)]) for *plain, greedy, rewards in rows]
 
     def episode_tokens(self, episode_id: int) -> list[tuple[bool, int, bytes]]:
         """The chunks of an episode in order: (sampled, version, little-endian int32 token ids)."""

@@ -34,6 +34,7 @@ def run_summary(run_dir: str | Path) -> str:
         tokens, sampled = reader.token_counts()
         steps = reader.steps()
         wall = steps[-1].ended - reader.created if steps else 0.0
+        greedy = reader.greedy_states()
         rewards = [reward for _, reward in reader.rewards()]
         total = reader.config().get("train", {}).get("steps", 0)
         state = f"{reader.status}: {reader.reason}" if reader.reason else reader.status
@@ -43,7 +44,7 @@ def run_summary(run_dir: str | Path) -> str:
             ("reward", _reward_text(rewards)),
             ("steps", f"{reader.last_step()} of {total} in {duration(wall)}"),
             ("tokens", f"{count(sampled)} sampled, {count(tokens)} in all"),
-            ("episodes", f"{by_state.get('trained', 0)} trained, {sum(drops.values())} dropped"),
+            ("episodes", f"{_trained(by_state, greedy, ' trained')}, {sum(drops.values())} dropped"),
             ("dropped", reasons(drops)),
             ("token lag", histogram(reader.lag_histogram())),
             ("restarts", reasons(died)),
@@ -62,13 +63,14 @@ def episodes_summary(run_dir: str | Path) -> str:
     with RunReader(run_dir) as reader:
         group_size = int(reader.config().get("train", {}).get("group_size", 0))
         reuse = int(reader.config().get("replay", {}).get("reuse", 1))
-        admitted = reader.groups() * group_size
+        groups, greedy = reader.groups(), reader.greedy_states()
+        admitted = groups * (group_size + bool(greedy))
         by_state, drops = fold_states(reader.episode_states())
         uses, trained_ids = reader.uses(), reader.episode_ids("trained")
     live = {state: by_state.get(state, 0) for state in LIVE_STATES}
     rows = [
-        ("admitted", f"{admitted}  ({admitted // group_size if group_size else 0} groups of {group_size})"),
-        ("trained", str(by_state.get("trained", 0))),
+        ("admitted", f"{admitted}  ({groups} groups of {group_size}{' and a greedy baseline' if greedy else ''})"),
+        ("trained", _trained(by_state, greedy)),
         *[(reason, str(number)) for reason, number in sorted(drops.items())],
         ("live", f"{sum(live.values())}  ({', '.join(f'{n} {state}' for state, n in live.items())})"),
     ]
@@ -89,7 +91,7 @@ def find_problems(
     """What is wrong with the account; empty if nothing is.
 
     Args:
-        admitted: groups admitted times group size.
+        admitted: groups admitted times their size.
         by_state: episodes by state.
         uses: batches whose step is done, by episode.
         trained_ids: the episodes whose state is `trained`.
@@ -147,6 +149,11 @@ def _reward_text(rewards: list[float]) -> str:
     )
 
 
+def _trained(by_state: Mapping[str, int], greedy: Mapping[str, int], word: str = "") -> str:
+    number, baselines = by_state.get("trained", 0), greedy.get("trained", 0)
+    return f"{number}{word}" + (f" ({baselines} as greedy baselines)" if baselines else "")
+
+
 def _aligned(rows: list[tuple[str, str]]) -> str:
     width = max(len(title) for title, _ in rows)
     return "\n".join(f"{title:<{width}}  {text}" for title, text in rows)
@@ -154,10 +161,15 @@ def _aligned(rows: list[tuple[str, str]]) -> str:
 
 def _cells(row: EpisodeRow) -> list[str]:
     reward = "" if row.reward is None else f"{row.reward:g}"
+    if len(row.rewards) > 1:
+        reward += f" ({', '.join(f'{name} {value:g}' for name, value in sorted(row.rewards.items()))})"
+    why = row.reason or row.status
+    if row.greedy:
+        why = f"{why} (greedy)".strip()
     low, high = row.min_version, row.max_version
     versions = str(low) if low == high else f"{low}-{high}"
     ids = [str(row.episode_id), str(row.group_id), row.task_id]
-    return [*ids, row.state, row.reason or row.status, reward, str(row.length), versions]
+    return [*ids, row.state, why, reward, str(row.length), versions]
 
 
 def _chat_of(reader: RunReader) -> ChatFormat | None:

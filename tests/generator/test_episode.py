@@ -7,6 +7,7 @@ the chat template, the record and the episode loop are the real ones.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ import pytest
 from asyncrl.chat import ChatFormat
 from asyncrl.config import Config
 from asyncrl.envs.base import Message, Start, Step
+from asyncrl.envs.rewards import Rewards
 from asyncrl.generator.engines.base import Delta, SamplingParams
 from asyncrl.generator.episode import EpisodeRunner, World
 from asyncrl.generator.record import TokenRecord
@@ -122,14 +124,16 @@ def play(chat: ChatFormat) -> Play:
         make: Callable[[], Any] | None = None,
         cut: Played | None = None,
         chunks: int = 0,
+        greedy: bool = False,
         **limits: Any,
     ) -> Played:
         settings = {"max_tokens": 16, "max_model_len": 256, "max_turns": 4, "timeout_s": 20.0} | limits
         config = Config.model_validate(
             {
-                "sampling": {"max_tokens": settings["max_tokens"]},
+                "sampling": {"max_tokens": settings["max_tokens"], "temperature": 0.7},
                 "generator": {"max_model_len": settings["max_model_len"]},
                 "env": {"max_turns": settings["max_turns"], "timeout_s": settings["timeout_s"]},
+                "reward": settings.get("reward", {}),
             }
         )
         prompt = chat.prompt_ids(QUESTION)
@@ -153,8 +157,8 @@ def play(chat: ChatFormat) -> Play:
             tokens = np.array([t for _, some, _ in known for t in some], np.int32).tobytes()
             logprobs = np.array([x for _, _, some in known for x in some], np.float32).tobytes()
             played.record = TokenRecord.from_prefix(prefix, tokens, logprobs)
-        lease = Lease(7, 3, Task("t", QUESTION), seed=11, prefix=prefix)
-        world = World(config, Environment(), chat, engine, played)  # type: ignore[arg-type]
+        lease = Lease(7, 3, Task("t", QUESTION), seed=11, prefix=prefix, greedy=greedy)
+        world = World(config, Environment(), chat, engine, played, Rewards(config.reward))  # type: ignore[arg-type]
         await EpisodeRunner(world, lease, played.record).run()
         return played
 
@@ -258,12 +262,45 @@ async def test_a_turn_resumed_midway_samples_only_what_max_tokens_leaves(play: P
     assert resumed.result == whole.result == ("truncated_length", 1.0, 1)
 
 
+@pytest.mark.parametrize(("greedy", "temperature"), [(False, 0.7), (True, 0.0)])
+async def test_a_greedy_lease_is_sampled_at_temperature_0_resumed_or_not(
+    play: Play, greedy: bool, temperature: float
+) -> None:
+    whole = await play(["two.", "sure."], [MORE, DONE], greedy=greedy)
+    resumed = await play(["two.", "sure."], [MORE, DONE], greedy=greedy, cut=whole, chunks=2)
+    assert [params.temperature for _, params in whole.requests + resumed.requests] == [temperature] * 4
+    assert resumed.ends == whole.ends
+
+
 # ---- rewards ---------------------------------------------------------------------------------------
 
 
 async def test_a_missing_reward_is_no_reward_of_zero(play: Play) -> None:
     assert (await play(["2."], [Step(done=True, rewards={"judge": None})])).result == ("completed", None, 1)
     assert (await play(["2."], [Step(done=True)])).result == ("completed", None, 1)
+
+
+async def test_rewards_are_summed_over_turns_by_name_and_their_sum_is_the_reward(play: Play) -> None:
+    steps = [
+        Step(done=False, rewards={"polite": 0.25, "judge": None, "late": None}, messages=MORE.messages),
+        Step(done=False, rewards={}, messages=MORE.messages),
+        Step(done=True, rewards={np.str_("polite"): 0.5, "judge": None, "late": np.float32(-1)}),
+    ]
+    played = await play(["a.", "b.", "c."], steps)
+    assert played.ends[0].rewards == {"polite": 0.75, "late": -1.0}
+    assert played.result == ("completed", -0.25, 3)
+
+
+async def test_an_episode_that_fails_gives_up_the_rewards_of_its_earlier_turns(play: Play) -> None:
+    played = await play(["a.", "b."], [MORE, "no step"])
+    assert played.result == ("failed_environment", None, 1)
+    assert played.ends[0].rewards == {}
+
+
+async def test_a_reward_whose_name_is_no_text_fails_the_episode(play: Play) -> None:
+    played = await play(["2."], [Step(done=True, rewards={3: 1.0})])  # type: ignore[dict-item]
+    assert played.result[:2] == ("failed_environment", None)
+    assert played.ends[0].detail == "a reward has the name 3, which is no text"
 
 
 @pytest.mark.parametrize("value", [np.float64(0.5), np.float32(0.5), "0.5", np.array(0.5)])
@@ -277,6 +314,70 @@ async def test_a_reward_that_is_no_number_fails_the_episode_and_is_named(play: P
     played = await play(["2."], [Step(done=True, rewards={"right": value})])
     assert played.result[:2] == ("failed_environment", None)
     assert played.ends[0].detail == f"reward 'right' = {value!r} is no number"
+
+
+# ---- reward functions ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def judged(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """`[reward]` with one function, `judge`, of the given source text."""
+
+    def settings(source: str, **keys: Any) -> dict[str, Any]:
+        (tmp_path / "judges.py").write_text(source)
+        return {"functions": [f"{tmp_path}/judges.py:judge"]} | keys
+
+    return settings
+
+
+async def test_functions_see_the_whole_episode_and_count_by_their_weights(play: Play, judged: Any) -> None:
+    source = """
+def judge(episode):
+    assert [(m["role"], m["content"]) for m in episode.messages] == [
+        ("user", "1+1="), ("assistant", "two"), ("user", "and?"), ("assistant", "sure")
+    ]
+    assert len(episode.prompt) == 1 and episode.status == "completed"
+    return len(episode.completion)
+"""
+    weights = {"judge": -0.5, "polite": 2.0}
+    whole = await play(["two.", "sure."], [MORE, DONE], reward=judged(source, weights=weights))
+    assert whole.ends[0].rewards == {"polite": 0.25, "right": 1.0, "judge": 8.0}
+    assert whole.result == ("completed", 2 * 0.25 + 1.0 - 0.5 * 8.0, 2)
+    for chunks in (2, 4, 6):
+        resumed = await play(["two.", "sure."], [MORE, DONE], cut=whole, chunks=chunks, reward=judged(source))
+        assert resumed.ends[0].rewards == whole.ends[0].rewards
+
+
+async def test_a_truncated_episode_is_judged_and_one_without_a_turn_is_not(play: Play, judged: Any) -> None:
+    reward = judged("def judge(episode): return {episode.status + ':' + episode.final: 1.0}")
+    cut = await play(["twenty-two"], [Step(done=True)], max_tokens=4, reward=reward)
+    assert cut.ends[0].rewards == {"truncated_length:twen": 1.0}
+    empty = await play(["no"], [DONE], max_tokens=1, max_model_len=4, reward=reward)
+    assert empty.result == ("truncated_context", None, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "detail"),
+    [
+        ("raise KeyError('lost')", "failed_environment", "reward function 'judge' raised KeyError: 'lost'"),
+        ("while True: pass", "failed_time", "'judge' did not answer within reward.timeout_s = 0.2 s"),
+    ],
+)
+async def test_a_function_that_fails_fails_the_episode_which_then_has_no_reward_at_all(
+    play: Play, judged: Any, body: str, status: str, detail: str
+) -> None:
+    reward = judged(f"def judge(final):\n    {body}", timeout_s=0.2)
+    played = await play(["two."], [DONE], reward=reward)
+    assert played.result == (status, None, 1)
+    assert played.ends[0].rewards == {}
+    assert detail in played.ends[0].detail
+    assert played.envs[0].closed == 1
+
+
+async def test_a_failed_episode_is_not_judged(play: Play, judged: Any) -> None:
+    reward = judged("def judge(final): raise AssertionError('called')")
+    played = await play(["two."], [DONE], wrong={"step": raise_later}, reward=reward)
+    assert "step raised KeyError" in played.ends[0].detail
 
 
 # ---- the fault boundary ----------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A tiny model folder, synthetic batches, and learner ranks as real processes."""
 
+import importlib.util
 import json
 import os
 import socket
@@ -102,6 +103,21 @@ class Batches:
 @pytest.fixture
 def batches():
     return Batches()
+
+
+@pytest.fixture(scope="session")
+def model_jobs():
+    """The module of that name, which the ranks of `run_ranks` run too."""
+    spec = importlib.util.spec_from_file_location("model_jobs", WORKER.with_name("model_jobs.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def fixtures():
+    """This module, as a job gets it from `rank_worker`."""
+    return sys.modules[__name__]
 
 
 @pytest.fixture

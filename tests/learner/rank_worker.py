@@ -1,5 +1,7 @@
 """One learner rank of a test: trains on synthetic batches, saves or loads checkpoints, writes what it saw.
 
+A job without a kind trains a policy; the other kinds are the functions of `model_jobs`.
+
 Run by the fixture `run_ranks` with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set; not a test itself.
 """
 
@@ -9,12 +11,14 @@ import os
 import sys
 from pathlib import Path
 
+import model_jobs
 from safetensors.torch import save_file
 
 from asyncrl.config import Config
 from asyncrl.learner import dist
 from asyncrl.learner.checkpoint import Checkpointer
-from asyncrl.learner.update import NotFinite, Trainer
+from asyncrl.learner.errors import NotFinite
+from asyncrl.learner.update import Trainer
 
 
 def run(fixtures, ranks, job):
@@ -43,7 +47,9 @@ def main(out, jobs):
     fixtures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fixtures)
     ranks = dist.init("cpu", timeout_s=60)
-    results = [run(fixtures, ranks, job) for job in jobs]
+    kinds = {"policy": run, "critic": model_jobs.critic, "process": model_jobs.process}
+    kinds |= {"reference": model_jobs.reference, "full_kl": model_jobs.full_kl}
+    results = [kinds[job.get("kind", "policy")](fixtures, ranks, job) for job in jobs]
     if ranks.rank == 0:
         Path(out, "metrics.json").write_text(json.dumps([metrics for metrics, _ in results]))
         for i, (_, weights) in enumerate(results):

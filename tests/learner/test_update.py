@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.learner.errors import NotFinite
 from asyncrl.learner.rows import build, lag_limit, read
-from asyncrl.learner.update import NotFinite, Trainer
+from asyncrl.learner.update import Trainer
 from asyncrl.packing import plan
-from asyncrl.trainers.aggregation import Totals, token_mean
 
 
 def whole(trainer):
@@ -69,7 +69,7 @@ def test_a_sequence_loss_does_not_depend_on_packing_or_on_the_workspace(
     run_ranks, alone, model_folder, make_config, batches, tmp_path
 ):
     """In the smaller workspace no sequence fits, so every one is swept twice."""
-    algo = {"name": "grpo", "ratio": "sequence", "proximal": "behaviour", "clip_low": 0.5, "clip_high": 0.5}
+    algo = {"name": "gspo", "loss_args": {"clip_low": 0.5, "clip_high": 0.5}}
     results = []
     for rows, workspace in ((None, None), ([[13, 2, 7], [0, 1], [3, 4, 5, 6], [8, 9, 10, 11, 12]], 4)):
         trainer = Trainer(make_config(algo=algo, learner={"head_workspace_mb": workspace}), model_folder)
@@ -182,7 +182,7 @@ def test_tokens_over_age_have_no_gradient(alone, model_folder, make_config, batc
 def test_which_tokens_are_trained(make_config, batches):
     batch, tokens, logprobs = batches.share(3)
     share = read(batch, tokens, logprobs, 3, None)
-    rows = build(share, np.ones(14), token_mean, Totals(1, 1), torch.device("cpu"))
+    rows = build(share, share.trained, np.ones(len(share.lengths)), {}, torch.device("cpu"))
     position = 0
     for index, spans in zip(share.episode, batch.spans, strict=True):
         for span in spans:
@@ -215,7 +215,7 @@ def test_a_log_prob_that_is_not_finite_leaves_the_weights_untouched(alone, model
     before = whole(trainer)
     state = {name: value.clone() for name, value in trainer.optimizer.state().items()}
     batch, tokens, logprobs = batches.share(2)
-    with pytest.raises(NotFinite, match="step 2: the loss of batch 2") as caught:
+    with pytest.raises(NotFinite, match="step 2: the policy's loss of batch 2") as caught:
         trainer.train(batch, tokens, np.full_like(logprobs, np.nan), 2)
     assert (caught.value.step, caught.value.batch_id, trainer.step) == (2, 2, 1)
     assert all(torch.equal(before[name], after) for name, after in whole(trainer).items())

@@ -36,8 +36,10 @@ class RunWriter:
     def set(self, key: str, value: object) -> None:
         self.db.execute("INSERT OR REPLACE INTO run VALUES (?, ?)", (key, str(value)))
 
-    def group(self, group_id: int, states: list[tuple[str, str]], reward: float = 1.0) -> list[int]:
-        """Admits a group whose episodes are in the given (state, reason); returns their ids."""
+    def group(
+        self, group_id: int, states: list[tuple[str, str]], reward: float = 1.0, greedy: bool = False
+    ) -> list[int]:
+        """Admits a group of episodes in the given (state, reason), the last perhaps greedy; returns their ids."""
         task = json.dumps({"id": f"t{group_id}", "prompt": []})
         self.db.execute("INSERT INTO task VALUES (?, ?, ?)", (group_id, f"t{group_id}", task))
         self.db.execute(
@@ -46,11 +48,14 @@ class RunWriter:
             (group_id, group_id, START),
         )
         ids = []
-        for state, reason in states:
+        for member, (state, reason) in enumerate(states):
+            baseline = greedy and member == len(states) - 1
+            rewards = json.dumps({"right": reward - 0.25, "polite": 0.25})
             self.db.execute(
-                "INSERT INTO episode (episode_id, group_id, seed, state, reason, status, reward, length, sampled,"
-                " min_version, max_version) VALUES (?, ?, 0, ?, ?, 'completed', ?, 10, 4, 2, 3)",
-                (self._episodes, group_id, state, reason, reward),
+                "INSERT INTO episode (episode_id, group_id, seed, greedy, state, reason, status, reward,"
+                " rewards_json, length, sampled, min_version, max_version)"
+                " VALUES (?, ?, 0, ?, ?, ?, 'completed', ?, ?, 10, 4, 2, 3)",
+                (self._episodes, group_id, baseline, state, reason, reward, rewards),
             )
             ids.append(self._episodes)
             self._episodes += 1

@@ -89,6 +89,16 @@ def test_episodes_are_filtered_by_state_reason_and_group(new_run) -> None:
         assert reader.token_counts() == (40, 16)
 
 
+def test_greedy_episodes_and_named_rewards_are_seen(new_run) -> None:
+    run = new_run()
+    run.group(0, [("trained", ""), ("trained", ""), ("trained", "")], greedy=True)
+    run.group(1, [("leased", ""), ("queued", ""), ("leased", "")], reward=0.5, greedy=True)
+    with RunReader(run.run_dir) as reader:
+        assert [row.greedy for row in reader.episodes()] == [True, False, False] * 2
+        assert reader.episodes(group=1)[0].rewards == {"right": 0.25, "polite": 0.25}
+        assert reader.greedy_states() == {"trained": 1, "leased": 1}
+
+
 def test_uses_count_only_batches_whose_step_is_done(new_run) -> None:
     run = new_run()
     run.step(1, [3, 4])
@@ -113,5 +123,5 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
 def test_a_journal_of_another_schema_is_refused(new_run) -> None:
     run = new_run()
     run.set("schema", 99)
-    with pytest.raises(RunNotFound, match="schema version 99, this asyncrl reads 1"):
+    with pytest.raises(RunNotFound, match="schema version 99, this asyncrl reads 2"):
         RunReader(run.run_dir)

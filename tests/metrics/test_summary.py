@@ -35,6 +35,43 @@ def test_every_admitted_episode_is_accounted_for(new_run) -> None:
     ]
 
 
+def _greedy_run(new_run):
+    run = new_run(train={"groups_per_step": 1, "group_size": 2, "steps": 2})
+    first = run.group(0, [("trained", "")] * 3, greedy=True)
+    run.group(1, [("filtered", "same reward")] * 3, greedy=True)
+    second = run.group(2, [("trained", ""), ("trained", ""), ("failed", "time: 3 s")], greedy=True)
+    run.group(3, [("leased", "")] * 3, greedy=True)
+    run.step(1, first)
+    run.step(2, second[:2])
+    return run
+
+
+def test_greedy_baselines_are_counted_and_add_up(new_run) -> None:
+    run = _greedy_run(new_run)
+    text = episodes_summary(run.run_dir)
+    assert [" ".join(row.split()) for row in text.splitlines()] == [
+        "admitted 12 (4 groups of 2 and a greedy baseline)",
+        "trained 5 (1 as greedy baselines)",
+        "failed: time 1",
+        "filtered: same reward 3",
+        "live 3 (0 queued, 3 leased, 0 done)",
+        "adds up: 5 trained + 4 dropped + 3 live = 12 admitted, and every trained episode was in a trained batch",
+    ]
+    assert "5 trained (1 as greedy baselines), 4 dropped" in run_summary(run.run_dir)
+
+
+def test_a_lost_greedy_baseline_is_noticed(new_run) -> None:
+    run = _greedy_run(new_run)
+    run.db.execute("DELETE FROM episode WHERE episode_id = 5")
+    assert "DOES NOT ADD UP: 11 episodes are recorded, 12 were admitted" in episodes_summary(run.run_dir)
+
+
+def test_a_list_marks_greedy_episodes_and_names_the_parts_of_a_reward(new_run) -> None:
+    rows = list_episodes(_greedy_run(new_run).run_dir, group=0).splitlines()
+    assert ["(greedy)" in row for row in rows] == [False, True, False, False]
+    assert all("1 (polite 0.25, right 0.75)" in row for row in rows[1:])
+
+
 def test_a_lost_episode_is_noticed(new_run) -> None:
     run = _whole_run(new_run)
     run.db.execute("DELETE FROM episode WHERE episode_id = 3")

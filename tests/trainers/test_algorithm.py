@@ -1,6 +1,7 @@
-"""Advantages, losses, corrections and their sum against slow references in numpy and closed forms."""
+"""The composition: what an algorithm makes of its parts, for a chunk of tokens and for a whole batch."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,210 +10,155 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config import Algo
-from asyncrl.trainers.advantages import ADVANTAGES, Outcomes
-from asyncrl.trainers.aggregation import AGGREGATIONS, Totals
-from asyncrl.trainers.algorithm import Tokens, build
-from asyncrl.trainers.corrections import CORRECTIONS
-from asyncrl.trainers.presets import resolve
+from asyncrl.trainers.aggregation import Totals
+from asyncrl.trainers.algorithm import build, loglinear
+from asyncrl.trainers.outcomes import Outcomes
+from asyncrl.trainers.presets import PRESETS
+from asyncrl.trainers.tokens import Tokens
 
-rewards_strategy = st.lists(
-    st.tuples(st.integers(0, 4), st.one_of(st.none(), st.floats(-2, 2, width=32))), min_size=1, max_size=24
-)
+NOT_A_POLICY_GRADIENT = {"sppo"}
+"""SPPO fits a log-ratio: on-policy its gradient is 2 eta times that of REINFORCE, over the sequence's length."""
 
 
-def outcomes_of(rows):
-    """(group, reward) pairs."""
-    return Outcomes(
-        reward=torch.tensor([r or 0.0 for _, r in rows], dtype=torch.float64),
-        valid=torch.tensor([r is not None for _, r in rows]),
-        group=torch.tensor([g for g, _ in rows]),
-        sampled=torch.ones(len(rows), dtype=torch.float64),
+def on_policy(algorithm, lengths, seed=0):
+    """Tokens whose behaviour log-probs are the current ones, with one advantage for each sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    n = sum(lengths)
+    logp = -3 * torch.rand(n, dtype=torch.float64, generator=generator) - 0.05
+    advantage = torch.randn(len(lengths), dtype=torch.float64, generator=generator)
+    sizes = torch.tensor(lengths)
+    weight = algorithm.aggregation(sizes.double(), Totals(n, len(lengths), 16.0)).repeat_interleave(sizes)
+    zeros = torch.zeros(n, dtype=torch.float64)
+    data = Tokens(
+        logp.clone(),
+        advantage.repeat_interleave(sizes),
+        weight,
+        lengths,
+        torch.ones(n, dtype=torch.int64),
+        mark=zeros,
     )
+    return logp.requires_grad_(), data
 
 
-def slow_advantage(name, rows):
-    result = []
-    for group, reward in rows:
-        others = [r for g, r in rows if g == group and r is not None]
-        if reward is None:
-            result.append(0.0)
-        elif name == "reinforce":
-            result.append(reward)
-        elif name == "dr_grpo":
-            result.append(reward - sum(others) / len(others))
-        elif len(others) == 1:
-            result.append(0.0)
-        elif name == "rloo":
-            result.append(reward - (sum(others) - reward) / (len(others) - 1))
-        else:
-            result.append((reward - np.mean(others)) / (np.std(others, ddof=1) + 1e-6))
-    return np.array(result)
-
-
-@pytest.mark.parametrize("name", ADVANTAGES)
-@given(rows=rewards_strategy)
-@settings(max_examples=40)
-def test_an_advantage_equals_its_definition_group_by_group(name, rows):
-    actual = ADVANTAGES[name](outcomes_of(rows)).numpy()
-    np.testing.assert_allclose(actual, slow_advantage(name, rows), atol=1e-9)
-
-
-def test_failed_episodes_move_no_baseline():
-    with_failure = ADVANTAGES["grpo"](outcomes_of([(0, 1.0), (0, None), (0, 0.0)]))
-    without = ADVANTAGES["grpo"](outcomes_of([(0, 1.0), (0, 0.0)]))
-    assert with_failure[[0, 2]].tolist() == without.tolist()
-    assert with_failure[1] == 0
-
-
-def tokens_of(behaviour, advantage, weight):
-    """Tokens of one sequence."""
-    return Tokens(behaviour, advantage, weight, [len(weight)])
-
-
-def slow_ppo(logp, old, advantage, low, high, dual):
-    """Loss and d loss / d logp of one token, by cases."""
-    ratio = math.exp(logp - old)
-    plain = -ratio * advantage
-    bounded = -min(max(ratio, 1 - low), 1 + high) * advantage
-    if dual and advantage < 0 and max(plain, bounded) > -dual * advantage:
-        return -dual * advantage, 0.0
-    if bounded > plain:
-        return bounded, 0.0
-    return plain, plain
-
-
-@given(
-    st.lists(st.tuples(st.floats(-6, 0), st.floats(-6, 0), st.floats(-3, 3)), min_size=1, max_size=30),
-    st.sampled_from([(0.2, 0.28, 10.0), (0.2, 0.2, 0.0), (0.1, 0.5, 1.5)]),
-)
-@settings(max_examples=60)
-def test_ppo_and_its_gradient_equal_the_reference_by_cases(tokens, ranges):
-    low, high, dual = ranges
-    algo = Algo(clip_low=low, clip_high=high, clip_dual=dual, proximal="behaviour", correction="none")
-    # Exactly at a corner of the clip the gradient is a matter of convention.
-    for logp, old, _ in tokens:
-        ratio = math.exp(logp - old)
-        if min(abs(ratio - 1 + low), abs(ratio - 1 - high), abs(ratio - dual)) < 1e-3:
-            return
-    logp, old, advantage = (torch.tensor(column, dtype=torch.float64) for column in zip(*tokens, strict=True))
-    logp.requires_grad_()
-    data = tokens_of(old, advantage, torch.ones_like(old))
-    loss, _ = build(algo).token_loss(logp, torch.zeros_like(old), data)
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - NOT_A_POLICY_GRADIENT))
+def test_on_policy_every_algorithm_has_the_gradient_of_reinforce(name):
+    algorithm = build(Algo(name=name, kl="none"))
+    logp, data = on_policy(algorithm, [3, 1, 5])
+    loss, metrics = algorithm.token_loss(logp, torch.zeros(9), data)
     loss.sum().backward()
-    expected = [slow_ppo(*token, low, high, dual) for token in tokens]
-    np.testing.assert_allclose(loss.detach().numpy(), [e[0] for e in expected], rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(logp.grad.numpy(), [e[1] for e in expected], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("loss", ["ppo_clip", "cispo", "reinforce"])
-@pytest.mark.parametrize("correction", ["none", "token_tis", "icepop"])
-def test_at_a_ratio_of_one_every_loss_has_the_gradient_of_reinforce(loss, correction):
-    logp = torch.linspace(-3, -0.1, 7, dtype=torch.float64, requires_grad=True)
-    advantage = torch.linspace(-2, 2, 7, dtype=torch.float64)
-    data = tokens_of(logp.detach().clone(), advantage, torch.full((7,), 0.25, dtype=torch.float64))
-    values, metrics = build(Algo(loss=loss, correction=correction)).token_loss(logp, torch.zeros(7), data)
-    values.sum().backward()
-    torch.testing.assert_close(logp.grad, -advantage * 0.25)
+    torch.testing.assert_close(logp.grad, -data.advantage * data.weight)
     assert metrics["clipped"].sum() == 0
-    torch.testing.assert_close(metrics["weight"], torch.ones(7, dtype=torch.float64))
+    torch.testing.assert_close(metrics["weight"], torch.ones(9, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_token_of_weight_zero_has_no_gradient(name):
+    algorithm = build(Algo(name=name, kl="none", entropy_bonus=0.1))
+    logp, data = on_policy(algorithm, [4])
+    entropy = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    loss, _ = algorithm.token_loss(logp, entropy, replace(data, weight=torch.zeros_like(data.weight)))
+    loss.sum().backward()
+    assert logp.grad.abs().sum() == entropy.grad.abs().sum() == 0
 
 
 def test_with_the_current_policy_as_proximal_the_gradient_is_reinforce_times_the_capped_weight():
     logp = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
     behaviour = torch.tensor([-1.0 - math.log(5.0), -1.0, -1.0 + math.log(4.0)])
-    data = tokens_of(behaviour, torch.ones(3), torch.ones(3))
-    loss, _ = build(Algo(name="dapo")).token_loss(logp, torch.zeros(3), data)
+    data = Tokens(behaviour, torch.ones(3), torch.ones(3), [3])
+    loss, metrics = build(Algo(name="dapo")).token_loss(logp, torch.zeros(3), data)
     loss.sum().backward()
     torch.testing.assert_close(logp.grad, -torch.tensor([2.0, 1.0, 0.25]))
+    torch.testing.assert_close(metrics["weight"], torch.tensor([2.0, 1.0, 0.25]))
 
 
-@given(
-    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5), seed=st.integers(0, 1000),
-    clip=st.sampled_from([(3e-4, 4e-4), (0.2, 0.3)]),
-)  # fmt: skip
-@settings(max_examples=40, deadline=None)
-def test_a_clipped_loss_of_sequence_ratios_is_gspo(lengths, seed, clip):
-    """J = mean over sequences of min(s A, clip(s) A), s = exp(mean of log-ratios): value, and gradient by hand."""
-    rng = np.random.default_rng(seed)
-    n = sum(lengths)
-    logp, old = -3 * rng.random(n), None
-    old = logp + 0.3 * rng.standard_normal(n)
-    advantages = rng.standard_normal(len(lengths))
-    expected, gradient, start = 0.0, np.zeros(n), 0
-    for length, advantage in zip(lengths, advantages, strict=True):
-        own = slice(start, start + length)
-        start += length
-        s = math.exp((logp[own] - old[own]).mean())
-        bounded = min(max(s, 1 - clip[0]), 1 + clip[1]) * advantage
-        expected -= min(s * advantage, bounded) / len(lengths)
-        if s * advantage <= bounded:
-            gradient[own] = -s * advantage / length / len(lengths)
-    algo = Algo(
-        name="grpo", ratio="sequence", clip_low=clip[0], clip_high=clip[1], proximal="behaviour", correction="none"
-    )
-    x = torch.tensor(logp, requires_grad=True)
-    sizes = torch.tensor(lengths)
-    weight = AGGREGATIONS["sequence_mean"](sizes.double(), Totals(n, len(lengths))).repeat_interleave(sizes)
-    data = Tokens(
-        torch.tensor(old), torch.tensor(advantages).repeat_interleave(sizes), weight,
-        lengths,
-    )  # fmt: skip
-    loss, _ = build(algo).token_loss(x, torch.zeros(n), data)
+def test_masks_and_the_factor_of_the_whole_batch_multiply_the_weight():
+    logp = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    behaviour = torch.tensor([-1.0 - math.log(5.0), -1.0, -1.0 + math.log(4.0)])
+    data = Tokens(behaviour, torch.ones(3), torch.ones(3), [3], factor=torch.tensor([1.0, 0.5, 1.0]))
+    algo = Algo(rejection="token_k1", rejection_args={"token_k1_low": 0.5, "token_k1_high": 10.0})
+    loss, _ = build(algo).token_loss(logp, torch.zeros(3), data)
     loss.sum().backward()
-    assert loss.sum().item() == pytest.approx(expected, abs=1e-9)
-    np.testing.assert_allclose(x.grad.numpy(), gradient, atol=1e-9)
+    torch.testing.assert_close(logp.grad, -torch.tensor([2.0, 0.5, 0.0]))
 
 
-def test_a_chunk_of_tokens_keeps_the_lengths_of_what_it_holds():
-    vector = torch.arange(9.0)
-    tokens = Tokens(vector, vector, vector, [3, 0, 2, 4])
-    assert list(tokens[0:9].lengths) == [3, 0, 2, 4]
-    assert list(tokens[3:5].lengths) == [2]
-    assert list(tokens[2:6].lengths) == [1, 0, 2, 1]
-    assert tokens[3:9].edges().tolist() == [0, 2, 6]
-    assert tokens[2:6].weight.tolist() == [2, 3, 4, 5]
+@given(st.integers(0, 100), st.floats(-5, 0), st.floats(-5, 0))
+@settings(max_examples=40)
+def test_the_loglinear_proximal_goes_from_the_behaviour_policy_to_the_current_one_with_the_lag(lag, logp, mu):
+    between = loglinear(torch.tensor([logp]), torch.tensor([mu]), torch.tensor([lag])).item()
+    if lag <= 1:
+        assert between == pytest.approx(mu, abs=1e-6)
+    assert min(mu, logp) - 1e-5 <= between <= max(mu, logp) + 1e-5
+    assert abs(between - logp) == pytest.approx(abs(mu - logp) / max(lag, 1), abs=1e-5)
 
 
-def test_cispo_keeps_the_gradient_of_a_clipped_token_where_ppo_drops_it():
-    behaviour, data = torch.tensor([-3.0]), None
-    data = tokens_of(behaviour, torch.ones(1), torch.ones(1))
-    grads = {}
-    for loss in ("ppo_clip", "cispo"):
-        logp = torch.tensor([-1.0], requires_grad=True)
-        values, metrics = build(Algo(loss=loss, proximal="behaviour")).token_loss(logp, torch.zeros(1), data)
-        values.sum().backward()
-        grads[loss] = logp.grad.item()
-        assert metrics["clipped"].item() == 1
-    assert grads["ppo_clip"] == 0
-    assert grads["cispo"] == pytest.approx(-1.28)
+def test_decoupled_ppo_clips_the_ratio_to_the_proximal_policy_and_weighs_the_rest():
+    """Lag 2: the proximal policy lies halfway, so w and r are both the square root of the whole ratio."""
+    logp = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    mu = torch.tensor([-1.0 - math.log(1.21), -1.0 - math.log(1.96)], dtype=torch.float64)
+    data = Tokens(mu, torch.ones(2), torch.ones(2), [2], torch.tensor([2, 2]))
+    loss, metrics = build(Algo(proximal="loglinear")).token_loss(logp, torch.zeros(2), data)
+    loss.sum().backward()
+    torch.testing.assert_close(logp.grad, torch.tensor([-1.1 * 1.1, 0.0], dtype=torch.float64))
+    assert metrics["clipped"].tolist() == [0, 1]
+
+
+def test_the_kl_term_of_the_loss_is_added_with_its_coefficient():
+    logp = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.5, -1.0], dtype=torch.float64)
+    data = Tokens(logp.detach(), torch.zeros(2), torch.ones(2), [2], reference=reference)
+    loss, _ = build(Algo(kl="k2")).token_loss(logp, torch.zeros(2), data, 0.1)
+    torch.testing.assert_close(loss, 0.1 * torch.tensor([0.125, 0.5], dtype=torch.float64))
+    loss.sum().backward()
+    torch.testing.assert_close(logp.grad, 0.1 * (logp.detach() - reference))
 
 
 def test_the_entropy_bonus_rewards_entropy():
     entropy = torch.ones(3, requires_grad=True)
-    data = tokens_of(torch.zeros(3), torch.zeros(3), torch.full((3,), 0.5))
+    data = Tokens(torch.zeros(3), torch.zeros(3), torch.full((3,), 0.5), [3])
     loss, _ = build(Algo(entropy_bonus=0.1)).token_loss(torch.zeros(3, requires_grad=True), entropy, data)
     loss.sum().backward()
     torch.testing.assert_close(entropy.grad, torch.full((3,), -0.05))
 
 
-def test_corrections_of_known_weights():
-    log_weight = torch.tensor([0.1, 1.0, 3.0, 50.0]).log()
-    algo = resolve(Algo(correction_floor=0.5, correction_cap=5.0))
-    torch.testing.assert_close(CORRECTIONS["none"](log_weight, algo), torch.ones(4))
-    torch.testing.assert_close(CORRECTIONS["token_tis"](log_weight, algo), torch.tensor([0.1, 1.0, 3.0, 5.0]))
-    torch.testing.assert_close(CORRECTIONS["icepop"](log_weight, algo), torch.tensor([0.0, 1.0, 3.0, 0.0]))
+def outcomes_of(rewards, groups, lengths, **columns):
+    return Outcomes(
+        reward=torch.tensor(rewards, dtype=torch.float64),
+        valid=torch.ones(len(rewards), dtype=torch.bool),
+        group=torch.tensor(groups),
+        lengths=torch.tensor(lengths),
+        max_tokens=16,
+        columns={name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()},
+    )
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=20))
-def test_the_weights_of_all_tokens_sum_to_one(trained):
-    lengths = torch.tensor(trained, dtype=torch.float64)
-    totals = Totals(max(1.0, lengths.sum().item()), max(1.0, (lengths > 0).sum().item()))
-    for aggregation in AGGREGATIONS.values():
-        total = (aggregation(lengths, totals) * lengths).sum().item()
-        assert total == pytest.approx(1.0 if sum(trained) else 0.0)
+def test_a_kl_penalty_is_a_part_of_the_reward_of_episode_and_token_estimators():
+    penalty = [0.1, 0.2, 0.0, 0.3]
+    outcomes = outcomes_of([1.0, 0.0], [0, 0], [2, 2], penalty=penalty)
+    centred = build(Algo(name="drgrpo")).estimate(outcomes)
+    torch.testing.assert_close(centred, torch.tensor([0.5, 0.5, -0.5, -0.5], dtype=torch.float64))
+    returns = build(Algo(name="reinforce++")).estimate(outcomes)
+    plain = np.array([1 - 0.3, 1 - 0.2, -0.3, -0.3])
+    spread = (plain - plain.mean()) / np.sqrt(np.square(plain - plain.mean()).mean())
+    np.testing.assert_allclose(returns.numpy() / spread, (returns / torch.from_numpy(spread))[0].item(), rtol=1e-6)
 
 
-def test_the_sequence_mean_weighs_sequences_and_the_token_mean_tokens():
-    lengths, totals = torch.tensor([1.0, 4.0]), Totals(5.0, 2.0)
-    assert AGGREGATIONS["token_mean"](lengths, totals).tolist() == pytest.approx([0.2, 0.2])
-    assert AGGREGATIONS["sequence_mean"](lengths, totals).tolist() == pytest.approx([0.5, 0.125])
+def test_what_an_algorithm_needs_follows_from_its_parts():
+    assert build(Algo(name="dapo")).needs == frozenset()
+    assert build(Algo(name="ppo")).needs == {"value"}
+    assert build(Algo(name="remax")).needs == {"greedy"}
+    assert build(Algo(name="dapo", kl="k3")).needs == {"reference"}
+    assert build(Algo(name="dapo", rejection="geometric,veto")).needs == {"logp"}
+    assert build(Algo(name="gspo")).sequence_level
+    assert not build(Algo(name="dapo")).sequence_level
+    assert build(Algo(name="dapo", correction="sequence_tis")).sequence_level
+
+
+def test_a_chunk_of_tokens_keeps_the_lengths_of_what_it_holds():
+    vector = torch.arange(9.0)
+    tokens = Tokens(vector, vector, vector, [3, 0, 2, 4], mark=vector)
+    assert list(tokens[0:9].lengths) == [3, 0, 2, 4]
+    assert list(tokens[3:5].lengths) == [2]
+    assert list(tokens[2:6].lengths) == [1, 0, 2, 1]
+    assert tokens[3:9].edges().tolist() == [0, 2, 6]
+    assert tokens[2:6].mark.tolist() == [2, 3, 4, 5]
+    assert tokens[2:6].factor is None

@@ -1,0 +1,67 @@
+"""The generator's side of the scorer: asks for scores, and asks again until there is an answer.
+
+A scorer that died loses what it had not answered, and nothing tells its clients; so a request that waits is sent
+again every few seconds, which a living scorer recognises. It has no time limit of its own: `asyncrl.envs.rewards`
+calls it like any other reward function. Called by the generators and the evaluation. Free of torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from itertools import count
+
+import zmq
+
+from asyncrl.envs.reward_signatures import EpisodeView
+from asyncrl.messages import Message, Score, Scored
+from asyncrl.transport import AsyncSocket
+
+RESEND_AFTER_S = 5.0
+"""A request without an answer is sent again after this long: the scorer may be a new one by now."""
+
+
+class NotScored(Exception):
+    """The scorer says that a conversation cannot be scored, and why."""
+
+
+class ScorerClient:
+    """A connection to the scorer at `tcp://host:port`, on the running event loop."""
+
+    def __init__(self, endpoint: str, resend_after_s: float = RESEND_AFTER_S) -> None:
+        self._resend_after_s = resend_after_s
+        self._numbers = count()
+        self._pending: dict[int, asyncio.Future[Scored]] = {}
+        # A name of its own lets the answer find this client after its connection was replaced.
+        self._socket = AsyncSocket(zmq.DEALER, self._on_message, f"scores-{secrets.token_hex(8)}")
+        self._socket.connect(endpoint)
+
+    async def reward(self, episode: EpisodeView) -> float:
+        """The reward model's score of an episode: of all its messages, as the model's chat template renders them.
+
+        Raises:
+            NotScored: it cannot be scored.
+        """
+        number = next(self._numbers)
+        request = Score(number, episode.messages)
+        answer = self._pending[number] = asyncio.get_running_loop().create_future()
+        try:
+            while not answer.done():
+                self._socket.send(request)
+                await asyncio.wait({answer}, timeout=self._resend_after_s)
+        finally:
+            del self._pending[number]
+        scored = answer.result()
+        if scored.score is None:
+            raise NotScored(scored.reason)
+        return scored.score
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self._socket.close()
+
+    def _on_message(self, _peer: bytes, message: Message, _frames: list[memoryview]) -> None:
+        if not isinstance(message, Scored):
+            self._socket.malformed += 1
+        elif (answer := self._pending.get(message.request)) is not None and not answer.done():
+            answer.set_result(message)
