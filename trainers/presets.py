@@ -23,8 +23,6 @@ BASE = Algo(
     advantage="grpo",
     loss="ppo_clip",
     aggregation="token_mean",
-    proximal="current",
-    correction="token_tis",
     rejection="none",
     filter="none",
     shaping="none",
@@ -36,7 +34,7 @@ BASE = Algo(
     reference_every=0,
     entropy_bonus=0.0,
 )
-"""What a preset does not name: one update for each batch, corrected for the distance to the behaviour policy."""
+"""What a preset does not name. The proximal policy and the correction follow from the loss: see `_off_policy`."""
 
 
 def _preset(**parts: Any) -> Algo:
@@ -61,21 +59,19 @@ PRESETS: dict[str, Algo] = {
     "ppo": _preset(advantage="gae"),
     # The weights are in the advantages, so there is no other correction.
     "vtrace": _preset(advantage="vtrace", loss="reinforce", correction="none"),
-    "gspo": _preset(loss="gspo", aggregation="sequence_mean", proximal="behaviour", correction="none"),
-    # In the losses of the next two the weight is the correction.
-    "cispo": _preset(loss="cispo", proximal="behaviour", correction="none"),
-    "aipo": _preset(loss="aipo", proximal="behaviour", correction="none"),
-    "gmpo": _preset(loss="gmpo", aggregation="sequence_mean", proximal="behaviour", correction="none"),
-    "sapo": _preset(loss="sapo", aggregation="sequence_mean", proximal="behaviour", correction="none"),
-    "dppo": _preset(loss="dppo_tv", advantage="dr_grpo", proximal="behaviour", correction="none"),
+    "gspo": _preset(loss="gspo", aggregation="sequence_mean"),
+    "cispo": _preset(loss="cispo"),
+    "aipo": _preset(loss="aipo"),
+    "gmpo": _preset(loss="gmpo", aggregation="sequence_mean"),
+    "sapo": _preset(loss="sapo", aggregation="sequence_mean"),
+    "dppo": _preset(loss="dppo_tv", advantage="dr_grpo"),
     "clip-cov": _preset(loss="clip_cov"),
     "kl-cov": _preset(loss="kl_cov"),
     "prime": _preset(advantage="prime", filter="mean_band"),
-    "sppo": _preset(
-        advantage="rloo", loss="sppo", aggregation="sequence_mean", proximal="behaviour", correction="none"
-    ),
-    "dro": _preset(advantage="rloo", loss="dro", proximal="behaviour", correction="none"),
-    "m2po": _preset(rejection="m2po", correction_args={"cap": 10.0}),
+    "sppo": _preset(advantage="rloo", loss="sppo", aggregation="sequence_mean"),
+    "dro": _preset(advantage="rloo", loss="dro"),
+    # Its mask takes the place of the clip, and the rest keep their weights.
+    "m2po": _preset(loss="reinforce", rejection="m2po", correction="token_tis", correction_args={"cap": 10.0}),
     "online-dpo": _preset(
         advantage="dpo", loss="reinforce", aggregation="sequence_sum", filter="equal_rewards", correction="none"
     ),
@@ -95,7 +91,7 @@ def resolve(algo: Algo) -> Algo:
     """
     base = preset(algo.name)
     chosen = {key: value for key, value in algo if value is not None and not key.endswith("_args")}
-    resolved = base.model_copy(update=chosen)
+    resolved = _off_policy(base.model_copy(update=chosen))
     arguments: dict[str, Any] = {}
     for kind in KINDS:
         if kind == "kl":  # Its parameters are keys of their own.
@@ -142,6 +138,18 @@ def needs(algo: Algo) -> frozenset[str]:
 def has_greedy_baseline(algo: Algo) -> bool:
     """Whether each group of a resolved algorithm has a greedy episode besides."""
     return "greedy" in find("advantage", algo.advantage or "").needs
+
+
+def _off_policy(algo: Algo) -> Algo:
+    """Fills in how stale tokens are corrected, where neither the user nor the preset says it.
+
+    A loss with a ratio takes it to the policy that sampled: then its clip is a trust region around the data, which
+    bears more staleness than any weight without one (README, "Stale data"). A loss without a ratio, or with one to
+    another policy, needs the weight of a correction.
+    """
+    proximal = algo.proximal or ("current" if algo.loss == "reinforce" else "behaviour")
+    correction = algo.correction or ("none" if proximal == "behaviour" else "token_tis")
+    return algo.model_copy(update={"proximal": proximal, "correction": correction})
 
 
 def _consistent(algo: Algo) -> None:

@@ -6,11 +6,12 @@ is on-policy training. A batch is 16 groups of 8, drawn until 16 groups pass DAP
 times as many tasks). Then the model is evaluated as `asyncrl eval` does it, at temperature 1 on held-out tasks.
 Another seed is other tasks and other draws from the same warm-started model.
 
-All methods are the preset `dapo` but for what `METHODS` says; mu is the policy that sampled. `none` ignores the
-lag: the gradient is that of -A log pi. `token_tis`, `icepop` and `m2po` weight it by pi / mu: capped at 2; dropped
-outside 0.5 to 5; capped at 10, without the tokens that the second moment rules out. `decoupled` is PPO's clip of
-pi / prox times prox / mu, capped at 2, where log prox is interpolated between mu and pi by lag (`proximal =
-loglinear`). `cispo` clips pi / mu at 1.2 and weights by it.
+All methods are the preset `dapo` but for what `METHODS` says; mu is the policy that sampled. `default` is the
+preset itself: PPO's clip of pi / mu, asymmetric, at most 10 |A| for a token of negative advantage. `none`
+ignores the lag: the gradient is that of -A log pi. `token_tis`, `icepop` and `m2po` weight it by pi / mu: capped
+at 2; dropped outside 0.5 to 5; capped at 10, without the tokens that the second moment rules out. `decoupled` is
+PPO's clip of pi / prox times prox / mu, capped at 2, where log prox is interpolated between mu and pi by lag
+(`proximal = loglinear`). `cispo` clips pi / mu at 1.2 and weights by it.
 
 Every finished cell is added to the JSON file at once, under a lock: an interrupted grid goes on where it was,
 and several processes may fill one file, a seed each. A run whose cells are all there prints the table and draws
@@ -59,12 +60,18 @@ from asyncrl.learner.update import Trainer
 from asyncrl.toy import default_model
 
 METHODS: dict[str, dict[str, Any]] = {
-    "none": {"correction": "none"},
-    "token_tis": {"correction": "token_tis"},
-    "icepop": {"correction": "icepop"},
+    "default": {},
+    "none": {"proximal": "current", "correction": "none"},
+    "token_tis": {"proximal": "current", "correction": "token_tis"},
+    "icepop": {"proximal": "current", "correction": "icepop"},
     "decoupled": {"proximal": "loglinear", "correction": "token_tis"},
-    "m2po": {"rejection": "m2po", "correction": "token_tis", "correction_args": {"cap": 10.0}},
-    "cispo": {"loss": "cispo", "proximal": "behaviour", "correction": "none"},
+    "m2po": {
+        "proximal": "current",
+        "rejection": "m2po",
+        "correction": "token_tis",
+        "correction_args": {"cap": 10.0},
+    },
+    "cispo": {"loss": "cispo"},
 }
 LAGS = (0, 4, 16, 64)
 SEEDS = (0, 1, 2)
@@ -143,18 +150,20 @@ def cell(grid: Grid, model: Path, method: str, lag: int, seed: int) -> dict[str,
 
 @contextmanager
 def opened(path: Path, grid: Grid) -> Iterator[dict[str, Any]]:
-    """The report, for the time of a `with` block this process's alone; what was changed in it is written.
+    """The report, for this process alone while the `with` block lasts; what was changed in it is then written.
 
     Raises:
         SystemExit: the file is of a grid with other settings.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     settings = {"groups": GROUPS, "group_size": GROUP_SIZE, **vars(grid)}
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        # The folder is locked, not the file, which every writer replaces.
+        fcntl.flock(folder, fcntl.LOCK_EX)
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         versions |= {"transformers": transformers.__version__}
-        report = {"benchmark": "staleness", "date": date.today().isoformat(), "versions": versions}
+        report: dict[str, Any] = {"benchmark": "staleness", "date": date.today().isoformat(), "versions": versions}
         report |= {"settings": settings, "methods": METHODS, "start": None, "cells": []}
         if path.exists():
             report = json.loads(path.read_text())
@@ -164,6 +173,8 @@ def opened(path: Path, grid: Grid) -> Iterator[dict[str, Any]]:
         fresh = path.with_suffix(".tmp")
         fresh.write_text(json.dumps(report, indent=1) + "\n")
         os.replace(fresh, path)
+    finally:
+        os.close(folder)
 
 
 def summary(cells: list[dict[str, Any]]) -> dict[tuple[str, int], tuple[float, float, int]]:
@@ -198,7 +209,7 @@ def chart(found: dict[tuple[str, int], tuple[float, float, int]], grid: Grid, st
     }
     ends = [y + sign * error for points in series.values() for _, y, error in points for sign in (-1, 1)]
     axes = Axes(
-        f"Held-out reward after {grid.steps} steps on stale data",
+        f"Held-out reward after {grid.steps} steps on stale data, learning rate {grid.lr:g}",
         "lag of all training data in steps, on a scale of log2(1 + lag)",
         "mean reward ± standard error over seeds",
         [(place[lag], str(lag)) for lag in LAGS],
@@ -213,7 +224,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="file of the cells; the chart goes beside it")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--tasks", type=int, default=512, help="held-out tasks")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=1e-3, help="the learner's default")
     parser.add_argument("--method", choices=METHODS, action="append")
     parser.add_argument("--lag", type=int, choices=LAGS, action="append")
     parser.add_argument("--seed", type=int, action="append")

@@ -81,7 +81,13 @@ def test_denominators_are_counted_before_any_rejection(alone, model_folder, make
     """Half the tokens masked: the others keep their weight, so the learning rate does not rise."""
     losses = []
     for rejection in ("none", "token_k1"):
-        algo = {"name": "dapo", "filter": "none", "advantage": "reinforce", "rejection": rejection}
+        algo = {
+            "name": "dapo",
+            "filter": "none",
+            "advantage": "reinforce",
+            "proximal": "current",
+            "rejection": rejection,
+        }
         trainer = Trainer(make_config(algo=algo), model_folder)
         metrics = trainer.train(*batches.share(1, reward=1.0), 1)
         losses.append(metrics)

@@ -101,7 +101,7 @@ def test_the_same_batch_and_state_give_the_same_bits(alone, model_folder, make_c
 
 
 def slow_loss(folder, batch, tokens, logprobs, step, limit):
-    """DAPO's loss and gradients by the stock model, one sequence at a time, in float64."""
+    """DAPO's loss with weights for the distance to the behaviour policy, by the stock model, in float64."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     order = [i for row in batch.rows for i in row]
     terms, count, start = [], 0, 0
@@ -132,7 +132,8 @@ def slow_loss(folder, batch, tokens, logprobs, step, limit):
 
 @pytest.mark.parametrize("limit", [0, 1, 64])
 def test_loss_and_gradient_norm_equal_a_slow_reference(alone, model_folder, make_config, batches, limit):
-    trainer = Trainer(make_config(staleness={"over_age": "mask", "max_lag": limit}), model_folder)
+    staleness = {"over_age": "mask", "max_lag": limit}
+    trainer = Trainer(make_config(staleness=staleness, algo={"proximal": "current"}), model_folder)
     share = batches.share(4)
     metrics = trainer.train(*share, 4)
     loss, norm, count = slow_loss(model_folder, *share, 4, limit)
@@ -147,7 +148,7 @@ def test_loss_and_gradient_norm_equal_a_slow_reference(alone, model_folder, make
 
 
 def test_the_ratio_metrics_are_those_of_the_log_probs(alone, model_folder, make_config, batches):
-    config = make_config()
+    config = make_config(algo={"proximal": "current"})
     batch, tokens, logprobs = batches.share(2)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     share = read(batch, tokens, logprobs, 2, lag_limit(config))

@@ -65,7 +65,7 @@ def test_with_the_current_policy_as_proximal_the_gradient_is_reinforce_times_the
     logp = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
     behaviour = torch.tensor([-1.0 - math.log(5.0), -1.0, -1.0 + math.log(4.0)])
     data = Tokens(behaviour, torch.ones(3), torch.ones(3), [3])
-    loss, metrics = build(Algo(name="dapo")).token_loss(logp, torch.zeros(3), data)
+    loss, metrics = build(Algo(name="dapo", proximal="current")).token_loss(logp, torch.zeros(3), data)
     loss.sum().backward()
     torch.testing.assert_close(logp.grad, -torch.tensor([2.0, 1.0, 0.25]))
     torch.testing.assert_close(metrics["weight"], torch.tensor([2.0, 1.0, 0.25]))
@@ -75,7 +75,9 @@ def test_masks_and_the_factor_of_the_whole_batch_multiply_the_weight():
     logp = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
     behaviour = torch.tensor([-1.0 - math.log(5.0), -1.0, -1.0 + math.log(4.0)])
     data = Tokens(behaviour, torch.ones(3), torch.ones(3), [3], factor=torch.tensor([1.0, 0.5, 1.0]))
-    algo = Algo(rejection="token_k1", rejection_args={"token_k1_low": 0.5, "token_k1_high": 10.0})
+    algo = Algo(
+        proximal="current", rejection="token_k1", rejection_args={"token_k1_low": 0.5, "token_k1_high": 10.0}
+    )
     loss, _ = build(algo).token_loss(logp, torch.zeros(3), data)
     loss.sum().backward()
     torch.testing.assert_close(logp.grad, -torch.tensor([2.0, 0.5, 0.0]))
@@ -140,6 +142,29 @@ def test_a_kl_penalty_is_a_part_of_the_reward_of_episode_and_token_estimators():
     plain = np.array([1 - 0.3, 1 - 0.2, -0.3, -0.3])
     spread = (plain - plain.mean()) / np.sqrt(np.square(plain - plain.mean()).mean())
     np.testing.assert_allclose(returns.numpy() / spread, (returns / torch.from_numpy(spread))[0].item(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_stale_tokens_are_corrected_in_every_preset(name):
+    """Either the loss has a ratio to the policy that sampled, or a weight does it, in the sweep or the
+    advantages."""
+    algo = build(Algo(name=name)).settings
+    if algo.proximal == "behaviour":
+        assert algo.loss != "reinforce"
+        assert algo.correction == "none"
+    else:
+        assert algo.correction != "none" or algo.advantage in ("vtrace", "dpo")
+
+
+def test_what_takes_the_place_of_a_part_brings_its_own_correction():
+    def chosen(**parts):
+        algo = build(Algo(name="dapo", **parts)).settings
+        return algo.proximal, algo.correction
+
+    assert chosen() == ("behaviour", "none")
+    assert chosen(loss="reinforce") == ("current", "token_tis")
+    assert chosen(proximal="loglinear") == ("loglinear", "token_tis")
+    assert chosen(proximal="current", correction="none") == ("current", "none")
 
 
 def test_what_an_algorithm_needs_follows_from_its_parts():

@@ -157,7 +157,7 @@ def test_a_part_that_the_user_names_brings_its_own_defaults():
         (Algo(name="ppo", advantage_args={"whiten": 1}), "must be true or false"),
         (Algo(name="gdpo", advantage_args={"weights": 1}), "must be a table"),
         (Algo(loss_args={"clip_dual": 0.5}), "clip_dual"),
-        (Algo(loss="gspo"), "would clip nothing"),
+        (Algo(loss="gspo", proximal="current"), "would clip nothing"),
         (Algo(loss="reinforce", proximal="behaviour"), "uncorrected"),
         (Algo(kl="full", kl_in="reward"), "use 'k1'"),
     ],
