@@ -65,7 +65,7 @@ def _metavar(field: FieldInfo) -> str:
     allowed = _choices(field.annotation)
     if allowed:
         return "|".join(allowed)
-    for kind in (bool, int, float, str, list, tuple, dict):
+    for kind in (list, tuple, dict, bool, int, float, str):
         if kind.__name__ in str(field.annotation):
             return {"dict": "JSON", "list": "JSON", "tuple": "JSON"}.get(kind.__name__, kind.__name__.upper())
     return "VALUE"

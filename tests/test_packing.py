@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.packing import plan
+from asyncrl.packing import minibatch_of, plan, plan_parts
 
 BUDGET = 64
 lengths_strategy = st.lists(st.integers(1, BUDGET), max_size=80)
@@ -61,3 +61,26 @@ def test_a_batch_that_one_rank_has_no_share_of_gives_it_an_empty_row():
 def test_a_length_that_fits_no_row_is_named(length):
     with pytest.raises(ValueError, match=f"sequence 1 has {length} tokens"):
         plan([3, length], 1, BUDGET)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 4), st.integers(1, 3), st.data())
+def test_minibatches_are_equal_pieces_of_every_ranks_rows_and_keep_groups_whole(groups, minibatches, ranks, data):
+    lengths = data.draw(st.lists(st.integers(1, BUDGET), min_size=len(groups), max_size=len(groups)))
+    parts = minibatch_of(groups, minibatches)
+    chosen = [[i for i, part in enumerate(parts) if part == number] for number in range(minibatches)]
+    planned = plan_parts(lengths, chosen, ranks, BUDGET)
+    assert len({len(rows) for rows in planned}) == 1
+    assert len(planned[0]) % minibatches == 0
+    piece = len(planned[0]) // minibatches
+    for number in range(minibatches):
+        rows = [row for rank in planned for row in rank[number * piece : (number + 1) * piece]]
+        assert sorted(i for row in rows for i in row) == chosen[number]
+        assert all(sum(lengths[i] for i in row) <= BUDGET for row in rows)
+    assert len({(group, part) for group, part in zip(groups, parts, strict=True)}) == len(set(groups))
+    sizes = [len({groups[i] for i in part}) for part in chosen]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(lengths_strategy, st.integers(1, 3))
+def test_one_minibatch_is_the_plain_plan(lengths, ranks):
+    assert plan_parts(lengths, [range(len(lengths))], ranks, BUDGET) == plan(lengths, ranks, BUDGET)

@@ -9,6 +9,9 @@ from asyncrl.learner.checkpoint import CheckpointBroken, Checkpointer
 from asyncrl.learner.export import export
 from asyncrl.learner.update import Trainer
 
+HALVES = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13]]
+"""Rows of the synthetic batch, two for each half of its groups."""
+
 
 def whole(trainer):
     return {name: tensor.clone() for name, tensor in trainer.weights()}
@@ -28,6 +31,33 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(alone, make_config
     resumed = Trainer(make_config(), model_folder)
     assert Checkpointer(tmp_path, Checkpoint()).load_latest(resumed) == 3
     assert [resumed.train(*batches.share(step), step) for step in (4, 5)] == metrics
+    assert all(torch.equal(tensor, whole(trainer)[name]) for name, tensor in whole(resumed).items())
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"algo": {"name": "ppo", "filter": "none"}},
+        {"algo": {"name": "ppo"}, "critic": {"shared": True}, "learner": {"minibatches": 2}},
+        {"algo": {"name": "prime", "filter": "none"}},
+        {"algo": {"name": "grpo", "kl": "k3", "kl_coef": 0.1, "kl_target": 0.01, "reference_every": 2}},
+    ],
+    ids=["critic", "shared critic", "process reward", "reference and coefficient"],
+)
+def test_the_models_beside_the_policy_resume_too(
+    alone, make_config, model_folder, batches, tmp_path, sections
+):
+    config = make_config(**sections)
+    trainer = Trainer(config, model_folder)
+    checkpointer = Checkpointer(tmp_path, Checkpoint())
+    for step in (1, 2, 3):
+        trainer.train(*batches.share(step, rows=HALVES), step)
+    checkpointer.save(trainer, 3)
+    metrics = [trainer.train(*batches.share(step, rows=HALVES), step) for step in (4, 5)]
+    checkpointer.wait()
+    resumed = Trainer(config, model_folder)
+    assert Checkpointer(tmp_path, Checkpoint()).load_latest(resumed) == 3
+    assert [resumed.train(*batches.share(step, rows=HALVES), step) for step in (4, 5)] == metrics
     assert all(torch.equal(tensor, whole(trainer)[name]) for name, tensor in whole(resumed).items())
 
 
