@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"asyncrl: no command {arguments[0]!r}.{guess} Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return EXIT_USAGE
     command = arguments[0]
+    from asyncrl.learner.errors import NotFinite
     from asyncrl.settings import UsageError
 
     try:
@@ -78,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"asyncrl {command}: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except NotFinite as error:
+        print(f"asyncrl {command}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"asyncrl {command}: interrupted", file=sys.stderr)
         return 130
@@ -126,8 +130,9 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
         parser.error(f"--tasks {tasks}: at least 1 task is needed")
     one = config.generator.model_copy(update={"count": 1, "gpus": []})
     config = resolved(config.model_copy(update={"generator": one}))
-    print(report(config, str(model), tasks, as_json=options.json))
-    return 0
+    text, status = report(config, str(model), tasks, as_json=options.json)
+    print(text)
+    return status
 
 
 def _runs(parser: Parser, arguments: list[str]) -> int:
@@ -241,9 +246,11 @@ def _doctor(parser: Parser, arguments: list[str]) -> int:
 
 
 def _algos(parser: Parser, arguments: list[str]) -> int:
-    parser.add_argument("show", nargs="?", choices=["show"], help="explain one algorithm instead of listing all")
+    parser.add_argument("show", nargs="?", metavar="show", help="explain one algorithm instead of listing all")
     parser.add_argument("name", nargs="?", metavar="NAME", help="a preset, or a plug-in as for --algo")
     options = parser.parse_args(arguments)
+    if options.show not in (None, "show"):
+        parser.error(f"{options.show!r} is not `show`; did you mean `asyncrl algos show {options.show}`?")
     if options.show and options.name is None:
         parser.error("show needs a NAME; `asyncrl algos` lists them")
     from asyncrl.algos import algos_text, show_text

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveFloat, PositiveInt, model_validator
 
+from asyncrl import contradictions
+
 Dtype = Literal["float32", "bfloat16"]
 NonNegative = Field(ge=0)
 
@@ -54,6 +56,9 @@ class Algo(Section):
     """Advantage estimator."""
     advantage_args: dict[str, Any] = {}
     """Its parameters."""
+    greedy_baseline: bool | None = None
+    """Each group has one greedy episode besides, whose reward is the baseline; default: what the advantage
+    estimator needs."""
     loss: str | None = None
     """Policy loss, as a function of log-probs and their ratios."""
     loss_args: dict[str, Any] = {}
@@ -122,11 +127,11 @@ class Reward(Section):
     model: str | None = None
     """Hugging Face folder of a sequence classifier with one output, whose score is the reward named `model`. The
     supervisor starts the scorer that serves it."""
-    model_device: str = "cpu"
+    model_device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """torch device of the scorer: cpu, cuda or cuda:1."""
     model_batch: PositiveInt = 16
     """Most conversations that the scorer computes at once."""
-    endpoint: str | None = Field(None, pattern=r"^tcp://[^*/]+:\d+$")
+    endpoint: str | None = Field(None, pattern=r"^tcp://[^\s*/:]+:\d+$")
     """Address of the scorer, tcp://host:port. With `model`: where it listens; default: a free port of hub.host.
     Without: where a scorer runs that was started by hand (`asyncrl scorer`)."""
 
@@ -425,36 +430,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        if self.sampling.max_tokens >= self.generator.max_model_len:
-            raise ValueError(
-                f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in "
-                f"generator.max_model_len = {self.generator.max_model_len}; raise the latter"
-            )
-        if self.generator.max_model_len > self.learner.token_budget:
-            raise ValueError(
-                f"learner.token_budget = {self.learner.token_budget} cannot hold one sequence of "
-                f"generator.max_model_len = {self.generator.max_model_len} tokens; raise the former"
-            )
-        if self.learner.minibatches > self.train.groups_per_step:
-            raise ValueError(
-                f"learner.minibatches = {self.learner.minibatches} is more than the groups of a batch "
-                f"(train.groups_per_step = {self.train.groups_per_step}); a minibatch needs at least one group"
-            )
-        if self.staleness.over_age == "wait" and self.replay.order != "fifo":
-            raise ValueError(
-                "staleness.over_age = 'wait' seals in order of admission, which contradicts "
-                f"replay.order = {self.replay.order!r}; set replay.order to fifo, or over_age to train or mask"
-            )
-        if self.hub.host in ("0.0.0.0", "::", "*"):
-            raise ValueError(
-                f"hub.host = {self.hub.host!r} is no address that others can connect to; give the one at which "
-                "other machines reach this one, or 127.0.0.1"
-            )
-        if self.hub.heartbeat_s * 3 > self.hub.lease_s:
-            raise ValueError(
-                f"hub.lease_s = {self.hub.lease_s} must be at least three heartbeats "
-                f"(hub.heartbeat_s = {self.hub.heartbeat_s})"
-            )
+        contradictions.refuse(self)
         return self
 
     @property

@@ -29,13 +29,15 @@ class Evaluation:
 
     tasks: int
     reward: float
-    """Mean over the episodes that have a reward."""
+    """Mean over the episodes that have a reward; not a number if none has."""
     stderr: float
     """Standard error of that mean."""
     rewarded: int
     statuses: dict[str, int]
     tokens: int
     """Sampled tokens."""
+    missing: str
+    """The commonest reason why an episode has no reward; empty if all have one."""
 
 
 class _Collector:
@@ -87,6 +89,7 @@ async def _run(world: World, held_out: list[Task]) -> None:
 def _summed_up(sink: _Collector) -> Evaluation:
     rewards = [end.reward for end in sink.ends if end.reward is not None]
     spread = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+    missing = Counter(end.detail or end.status for end in sink.ends if end.reward is None).most_common(1)
     return Evaluation(
         len(sink.ends),
         statistics.fmean(rewards) if rewards else float("nan"),
@@ -94,6 +97,7 @@ def _summed_up(sink: _Collector) -> Evaluation:
         len(rewards),
         dict(Counter(end.status for end in sink.ends)),
         sink.tokens,
+        missing[0][0] if missing else "",
     )
 
 
@@ -114,13 +118,19 @@ def _draw(config: Config, environment: Environment, tasks: int) -> list[Task]:
     return drawn
 
 
-def report(config: Config, model_path: str, tasks: int, *, as_json: bool = False) -> str:
-    """Evaluates and describes the result, as a sentence or as JSON."""
+def report(config: Config, model_path: str, tasks: int, *, as_json: bool = False) -> tuple[str, int]:
+    """Evaluates; returns the result as a sentence or as JSON, and the exit code: 1 if no episode has a reward."""
     result = asyncio.run(evaluate(config, model_path, tasks))
+    status = 0 if result.rewarded else 1
     if as_json:
-        return json.dumps(asdict(result))
-    others = ", ".join(f"{count} {status}" for status, count in sorted(result.statuses.items()))
+        # JSON has no number that is none.
+        reward = result.reward if result.rewarded else None
+        return json.dumps(asdict(result) | {"reward": reward}), status
+    mean = f"mean reward {result.reward:.3f} ± {result.stderr:.3f}" if result.rewarded else "no reward at all"
+    others = ", ".join(f"{count} {kind}" for kind, count in sorted(result.statuses.items()))
+    lost = result.tasks - result.rewarded
+    why = f". {lost} have no reward, most often because: {result.missing}" if lost else ""
     return (
-        f"{model_path}: mean reward {result.reward:.3f} ± {result.stderr:.3f} on {result.tasks} held-out tasks "
-        f"of {config.env.name} at temperature {config.sampling.temperature:g} ({others}; {result.tokens} tokens)"
-    )
+        f"{model_path}: {mean} on {result.tasks} held-out tasks of {config.env.name} at temperature "
+        f"{config.sampling.temperature:g} ({others}; {result.tokens} tokens){why}"
+    ), status

@@ -167,7 +167,7 @@ class Rules:
 
     @classmethod
     def from_config(cls, config: Config, *, greedy: bool) -> Rules:
-        """Reads them from a run's configuration; `greedy` is the algorithm's (`asyncrl.trainers.presets.needs`).
+        """Reads them from a run's resolved configuration; `greedy` is its `algo.greedy_baseline`.
 
         Raises:
             ValueError: `staleness.over_age` and `replay.order` contradict each other.

@@ -16,7 +16,8 @@ because of the event is an *action* that runs only after those records are durab
     | Ready, Applied, Sent | roster              | generators, publisher              | weights.timeout_s  |
     | an ack               | generator's outbox  | the commit                         | re-sent            |
 
-Everything it knows is in run.db: `kill -9` and a new start lose nothing. It never imports torch. Started by
+Everything it knows is in run.db: `kill -9` and a new start lose nothing. It never imports torch, and of an
+algorithm's parts only the group filter, which may be a plug-in: one that imports torch brings it here. Started by
 the supervisor, or by hand with `asyncrl hub --run runs/<name> --port 5555`.
 """
 
@@ -37,6 +38,7 @@ from asyncrl.batches import BatchDesk
 from asyncrl.commit import Committer
 from asyncrl.config import Config
 from asyncrl.envs.registry import load
+from asyncrl.harvest import Harvest
 from asyncrl.journal import Journal, JournalError
 from asyncrl.messages import (
     PROTOCOL,
@@ -69,13 +71,10 @@ from asyncrl.recovery import restore
 from asyncrl.roster import Note, Published, Restart, Roster, Send, Skipped, Unusable
 from asyncrl.scheduler import Grant, Rules, Scheduler, Verdict
 from asyncrl.trainers.filters import group_filter
-from asyncrl.trainers.presets import has_greedy_baseline
 from asyncrl.transport import AsyncSocket
 
 REPORT_S = 1.0
 """Interval of the hub's own metrics."""
-FUTILE_BATCHES = 100
-"""The run is given up when the filter has dropped this many batches' worth of groups in a row."""
 
 
 class Hub:
@@ -90,7 +89,7 @@ class Hub:
         self._config_json = journal.get("config_json")
         self._config = config = Config.model_validate_json(self._config_json)
         self._environment = load(config.env.name, config.env.args)
-        rules = Rules.from_config(config, greedy=has_greedy_baseline(config.algo))
+        rules = Rules.from_config(config, greedy=bool(config.algo.greedy_baseline))
         self._scheduler: Scheduler = restore(rules, group_filter(config.algo), journal, self._now())
         self._roster = Roster(config, self._scheduler.version)
         self._host, self._port = config.hub.host, port
@@ -104,11 +103,10 @@ class Hub:
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = ""
         self._served_step = self._scheduler.sealed_step
-        self._filtered_before = self._scheduler.filtered_groups
+        self._harvest = Harvest(config, self._scheduler.filtered_groups)
         self._exit: asyncio.Future[int] = self._loop.create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._chunk_count = self._token_count = 0
-        self._rewards: list[float] = []
         self._failed = False
 
     async def run(self) -> int:
@@ -232,8 +230,8 @@ class Hub:
             early |= verdict is Verdict.EARLY
             if verdict is Verdict.REFUSED:
                 refused.add(end.lease_id)
-            elif verdict is Verdict.ACCEPTED and end.reward is not None and not (episode and episode.greedy):
-                self._rewards.append(end.reward)
+            elif verdict is Verdict.ACCEPTED and episode is not None:
+                self._harvest.ended(end, episode)
         if not early:
             # Without an ack the generator sends the message again, after the one that is missing.
             self._after(partial(self._data.send, Ack(message.message_id, sorted(refused)), to=peer))
@@ -251,13 +249,7 @@ class Hub:
         if done.step <= self._scheduler.step:
             return  # A learner that resumed from its checkpoint repeats steps; their rows stand.
         self._scheduler.step_done(done.step)
-        # The batch's own mean is blind to the groups that dynamic sampling dropped; what the policy earns is
-        # the mean over all episodes that ended since the last step.
-        metrics = done.metrics | {"reward_batch": done.metrics.get("reward", 0.0)}
-        if self._rewards:
-            metrics["reward"] = sum(self._rewards) / len(self._rewards)
-        metrics["episodes_ended"] = len(self._rewards)
-        self._rewards.clear()
+        metrics = done.metrics | {"reward_batch": done.metrics.get("reward", 0.0)} | self._harvest.take_metrics()
         self._record(records.step(done.step, done.batch_id, now, metrics))
         if self._scheduler.done:
             self._scheduler.finish("run ended")
@@ -340,7 +332,7 @@ class Hub:
             elif step <= self._scheduler.sealed_step or self._scheduler.seal(now) is not None:
                 reply = None
                 self._served_step = max(self._served_step, step)
-                self._filtered_before = self._scheduler.filtered_groups
+                self._harvest.batch_served(self._scheduler.filtered_groups)
             else:
                 continue
             del self._wanted[step, rank]
@@ -350,14 +342,9 @@ class Hub:
                 self._after(partial(self._spawn_batch, peer, wanted))
 
     def _give_up_if_futile(self) -> None:
-        """Dynamic sampling refills for ever where the policy solves everything or nothing."""
-        futile = self._scheduler.filtered_groups - self._filtered_before
-        if futile >= FUTILE_BATCHES * self._config.train.groups_per_step and not self._exit.done():
-            self._fail(
-                f"the filter {self._config.algo.filter!r} has dropped the last {futile} groups and step "
-                f"{self._scheduler.sealed_step + 1} is still without a batch: the policy solves all of these "
-                "tasks or none. Choose easier or harder tasks (env.args), a warmer start, or --algo.filter none"
-            )
+        reason = self._harvest.hopeless(self._scheduler.filtered_groups, self._scheduler.sealed_step + 1)
+        if reason is not None and not self._exit.done():
+            self._fail(reason)
 
     def _spawn_batch(self, peer: bytes, wanted: NextBatch) -> None:
         async def send() -> None:

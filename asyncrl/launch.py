@@ -12,12 +12,13 @@ import shutil
 import time
 from pathlib import Path
 
+from asyncrl.algo_launch import fitted
 from asyncrl.config import Config
 from asyncrl.envs.registry import load
 from asyncrl.envs.rewards import Rewards
 from asyncrl.generator.engines.select import check_arguments, choose
 from asyncrl.journal import Journal, JournalError
-from asyncrl.scorer_launch import check_reward_model
+from asyncrl.scorer_launch import check_device, check_reward_model
 from asyncrl.settings import UsageError
 from asyncrl.supervisor import gpus_each
 from asyncrl.trainers.presets import resolve
@@ -36,7 +37,7 @@ def resolved(config: Config, *, here: bool = True) -> Config:
         UsageError: the environment, the algorithm, a reward or a model folder cannot be used.
     """
     try:
-        config = config.model_copy(update={"algo": resolve(config.algo)})
+        config = fitted(config.model_copy(update={"algo": resolve(config.algo)}))
         load(config.env.name, config.env.args)
         Rewards(config.reward)
         check_arguments(config)
@@ -47,13 +48,16 @@ def resolved(config: Config, *, here: bool = True) -> Config:
     if config.reward.model is not None:
         scored_by = Path(config.reward.model).expanduser().resolve()
         check_reward_model(scored_by)
+        check_device(config.reward.model_device)
         reward = config.reward.model_copy(update={"model": str(scored_by)})
         config = config.model_copy(update={"reward": reward})
-    if config.model.path is not None:
-        path = Path(config.model.path).expanduser().resolve()
-        check_model(path)
-        check_length(config, path)
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
+    for name in ("model", "critic", "process_reward"):
+        section = getattr(config, name)
+        if section.path is not None:
+            path = Path(section.path).expanduser().resolve()
+            check_model(path, f"{name}.path")
+            check_length(config, path)
+            config = config.model_copy(update={name: section.model_copy(update={"path": str(path)})})
     return config
 
 
@@ -90,20 +94,20 @@ def check_length(config: Config, path: Path) -> None:
         )
 
 
-def check_model(path: Path) -> None:
-    """Refuses a folder that holds no Hugging Face model.
+def check_model(path: Path, setting: str = "model.path") -> None:
+    """Refuses a folder, given as `setting`, that holds no Hugging Face model.
 
     Raises:
         UsageError: what is missing and how to get it.
     """
     how = "give a Hugging Face model folder, or make a tiny one with `asyncrl init-model FOLDER`"
     if not path.is_dir():
-        raise UsageError(f"model.path = {path}: no such folder; {how}")
+        raise UsageError(f"{setting} = {path}: no such folder; {how}")
     for name in ("config.json", "tokenizer_config.json"):
         if not (path / name).is_file():
-            raise UsageError(f"model.path = {path}: it has no {name}; {how}")
+            raise UsageError(f"{setting} = {path}: it has no {name}; {how}")
     if not list(path.glob("*.safetensors")):
-        raise UsageError(f"model.path = {path}: it has no *.safetensors weights; {how}")
+        raise UsageError(f"{setting} = {path}: it has no *.safetensors weights; {how}")
 
 
 def check_gpus(config: Config) -> None:
@@ -260,7 +264,10 @@ def stored(run_dir: Path) -> Config:
 def explain(config: Config) -> str:
     """What a run with this configuration would be: the process graph with derived numbers, and all settings."""
     episodes, lag = config.episodes_per_step, config.staleness.max_lag
-    tokens = episodes * config.sampling.max_tokens
+    groups, group, extra = config.train.groups_per_step, str(config.train.group_size), 0
+    if config.algo.greedy_baseline:
+        group, extra = f"({group} + 1 greedy)", groups
+    tokens = (episodes + extra) * config.sampling.max_tokens
     held = config.generator.count * config.capacity
     mode = "synchronous, on-policy" if lag == 0 else f"tokens up to {lag} versions old at admission"
     if config.staleness.over_age == "train":
@@ -278,7 +285,7 @@ rows of {config.learner.token_budget} tokens
 
 weights           {config.weights_backend}, one broadcast for all generators; KV cache of running requests: \
 {config.weights.kv}
-batch             {config.train.groups_per_step} groups x {config.train.group_size} = {episodes} episodes per step
+batch             {groups} groups x {group} = {episodes + extra} episodes per step
 tokens per step   at most {tokens:,} sampled; journal at most {tokens * 8:,} bytes of them
 staleness         max_lag = {lag}: {mode}
 ahead             at most {config.max_groups_ahead} groups admitted and not yet trained

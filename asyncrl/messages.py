@@ -208,7 +208,8 @@ class Score(msgspec.Struct, frozen=True, tag="score"):
     """Generator to scorer: what does the reward model think of this conversation?"""
 
     request: int
-    """Unique among the sender's requests. A request may be sent again; it is computed once."""
+    """Unique among the sender's requests. One may be sent again: while it waits it counts once, and one that was
+    answered meanwhile is computed again, to the same score."""
     conversation: list[dict[str, Any]]
     """Chat messages."""
 
@@ -245,7 +246,8 @@ class EpisodeMeta(msgspec.Struct, frozen=True, array_like=True):
     sampled: int
     """Tokens that the policy sampled."""
     rewards: dict[str, float] = {}
-    """The environment's rewards by name, summed over turns."""
+    """Parts of `reward` by name, before their weights: the environment's, summed over turns, and those of the
+    reward functions and model."""
     greedy: bool = False
     """A greedy episode: a baseline of its group, in no row, not trained."""
 

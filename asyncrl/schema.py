@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS episode (
     reason TEXT NOT NULL DEFAULT '',         -- why filtered or failed
     status TEXT NOT NULL DEFAULT '',         -- a messages.EpisodeStatus, once ended
     reward REAL,
-    rewards_json TEXT NOT NULL DEFAULT '{}', -- the environment's rewards by name, summed over turns
+    rewards_json TEXT NOT NULL DEFAULT '{}', -- parts of reward by name, unweighted: environment, functions, model
     turns INTEGER NOT NULL DEFAULT 0,
     next_seq INTEGER NOT NULL DEFAULT 0,     -- set at the end; before, it is the number of chunks
     length INTEGER NOT NULL DEFAULT 0,       -- tokens; set at the end

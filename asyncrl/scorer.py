@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import errno
+from collections.abc import AsyncIterator, Coroutine
+from functools import partial
 from itertools import islice
+from typing import Any
 
+import torch
 import zmq
 
 from asyncrl.config import Reward
 from asyncrl.envs.rewards import Rewards
+from asyncrl.envs.threads import in_thread
 from asyncrl.messages import Message, Score
 from asyncrl.process import EXIT_USAGE
 from asyncrl.scorer_client import ScorerClient
@@ -51,6 +56,7 @@ class Scorer:
         self._waiting: dict[Sender, tuple[float, Score]] = {}
         """Each with the time of its arrival, until it is answered: so a resend is not computed again."""
         self._arrived = asyncio.Event()
+        self._room = asyncio.Semaphore(1)
         self._loop = asyncio.get_running_loop()
         self._socket = AsyncSocket(zmq.ROUTER, self._on_message)
         self._socket.bind(endpoint)
@@ -71,7 +77,9 @@ class Scorer:
                 continue
             requests = [request for _, request in batch.values()]
             async with asyncio.timeout(self._timeout_s):
-                answers = await asyncio.to_thread(self._model.answers, requests)
+                answers, error = await in_thread(partial(self._model.answers, requests), self._room)
+            if error is not None:
+                raise error
             for sender, answer in zip(batch, answers, strict=True):
                 del self._waiting[sender]
                 self._socket.send(answer, to=sender[0])
@@ -104,19 +112,31 @@ async def serve(path: str, endpoint: str, device: str, batch: int, timeout_s: fl
     try:
         model = await asyncio.to_thread(RewardModel, path, device)
         scorer = Scorer(model, endpoint, batch, timeout_s)
-    except (ValueError, OSError, zmq.ZMQError) as error:
-        print(f"scorer: {path} cannot be served at {endpoint}: {error}", flush=True)
-        return EXIT_USAGE
+    except _UNUSABLE as error:
+        print(f"scorer: {path} cannot be served on {device} at {endpoint}: {error}", flush=True)
+        return 1 if _passes(error) else EXIT_USAGE
     print(f"scorer: {path} on {device} at {endpoint}", flush=True)
     try:
         await scorer.run()
     except TimeoutError:
-        print(
-            f"scorer: {batch} conversations took longer than reward.timeout_s = {timeout_s:g} s; lower "
-            "reward.model_batch, or raise reward.timeout_s",
-            flush=True,
-        )
+        print(f"scorer: {_too_slow(batch, timeout_s)}", flush=True)
     return 1
+
+
+_UNUSABLE = (ValueError, OSError, RuntimeError, AssertionError, zmq.ZMQError)
+"""What opening a model raises: the folder or the address is wrong, or (the middle two, from torch) the device."""
+
+
+def _passes(error: Exception) -> bool:
+    """Whether another start may succeed: a predecessor that was killed gives address and memory back in time."""
+    return isinstance(error, torch.OutOfMemoryError) or getattr(error, "errno", None) == errno.EADDRINUSE
+
+
+def _too_slow(batch: int, timeout_s: float) -> str:
+    return (
+        f"a batch of up to {batch} conversations took longer than reward.timeout_s = {timeout_s:g} s; lower "
+        "reward.model_batch, or raise reward.timeout_s"
+    )
 
 
 @contextlib.asynccontextmanager
@@ -143,13 +163,41 @@ async def _served_here(settings: Reward, path: str) -> AsyncIterator[Reward]:
     endpoint = f"tcp://127.0.0.1:{free_port_pair('127.0.0.1')}"
     try:
         model = await asyncio.to_thread(RewardModel, path, settings.model_device)
-    except (ValueError, OSError) as error:
-        raise UsageError(f"reward.model = {path} cannot be served: {error}") from error
-    scorer = Scorer(model, endpoint, settings.model_batch, settings.timeout_s)
-    task = asyncio.create_task(scorer.run(), name="scorer")
+        scorer = Scorer(model, endpoint, settings.model_batch, settings.timeout_s)
+    except _UNUSABLE as error:
+        raise UsageError(f"reward.model = {path} on {settings.model_device} cannot be served: {error}") from error
+
+    async def run() -> None:
+        try:
+            await scorer.run()
+        except TimeoutError as error:
+            raise UsageError(_too_slow(settings.model_batch, settings.timeout_s)) from error
+
     try:
-        yield settings.model_copy(update={"endpoint": endpoint})
+        async with _ended_by(run()):
+            yield settings.model_copy(update={"endpoint": endpoint})
     finally:
+        scorer.close()
+
+
+@contextlib.asynccontextmanager
+async def _ended_by(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `work` beside the body, which is cancelled if it fails; then its error is raised."""
+    body, task, inside = asyncio.current_task(), asyncio.create_task(work), True
+    assert body is not None
+
+    def failed(done: asyncio.Task[None]) -> None:
+        if inside and not done.cancelled():
+            body.cancel()
+
+    task.add_done_callback(failed)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not task.done() or body.uncancel():
+            raise
+        task.result()
+    finally:
+        inside = False
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        scorer.close()

@@ -7,6 +7,7 @@ a scorer that is restarted has the same one. No model is loaded. Called by `asyn
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -38,14 +39,34 @@ def check_reward_model(path: Path) -> None:
         raise UsageError(f"reward.model = {path}: it has {outputs} outputs; {how}")
 
 
+def check_device(device: str) -> None:
+    """Refuses a GPU that CUDA_VISIBLE_DEVICES hides. Whether there is one at all, only torch can tell.
+
+    Raises:
+        UsageError: the setting, and what fits.
+    """
+    visible, (kind, _, number) = os.environ.get("CUDA_VISIBLE_DEVICES"), device.partition(":")
+    if kind == "cuda" and visible is not None:
+        seen = len(visible.split(",")) if visible else 0
+        if int(number or 0) >= seen:
+            leaves = f"leaves cuda:0 to cuda:{seen - 1} to choose from" if seen else "hides all GPUs"
+            raise UsageError(
+                f"reward.model_device = {device}, but CUDA_VISIBLE_DEVICES = {visible!r} {leaves}; set "
+                "--reward.model_device cpu, or another GPU"
+            )
+
+
 def address(endpoint: str) -> tuple[str, int]:
     """Host and port of `tcp://host:port`."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return host, int(port)
 
 
-def with_endpoint(config: Config) -> Config:
+def with_endpoint(config: Config, hub_port: int) -> Config:
     """Gives the scorer that the supervisor will start an address, unless it has one.
+
+    Args:
+        hub_port: the hub's control port; it and the next one are the hub's, which does not listen yet.
 
     Raises:
         UsageError: it cannot listen at `reward.endpoint`.
@@ -54,29 +75,32 @@ def with_endpoint(config: Config) -> Config:
     if reward.model is None:
         return config
     if reward.endpoint is None:
-        return _at(config, free_port_pair(config.hub.host))
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address(reward.endpoint))
-        except (OSError, OverflowError) as error:
-            raise UsageError(
-                f"reward.endpoint = {reward.endpoint}: the scorer cannot listen there ({error}); give another "
-                "address of this machine or none. For a scorer that runs elsewhere leave out reward.model"
-            ) from error
+        return _placed(config, hub_port)
+    host, port = address(reward.endpoint)
+    try:
+        if host == config.hub.host and port in (hub_port, hub_port + 1):
+            raise OSError(f"the hub has {hub_port} and {hub_port + 1}")
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise UsageError(
+            f"reward.endpoint = {reward.endpoint}: the scorer cannot listen there ({error}); give another "
+            "address of this machine or none. For a scorer that runs elsewhere leave out reward.model"
+        ) from error
     return config
 
 
-def with_endpoint_again(config: Config, run_dir: Path) -> Config:
+def with_endpoint_again(config: Config, run_dir: Path, hub_port: int) -> Config:
     """The same for a run that goes on: if its address is taken by now, another one is chosen and stored.
 
     Raises:
         UsageError: the run has a hub, so it is not for us to change.
     """
     try:
-        return with_endpoint(config)
+        return with_endpoint(config, hub_port)
     except UsageError:
-        moved = _at(config, free_port_pair(config.hub.host))
+        moved = _placed(config, hub_port)
     lock = hold_run(run_dir)
     journal = Journal.open(run_dir / "run.db")
     try:
@@ -90,6 +114,9 @@ def with_endpoint_again(config: Config, run_dir: Path) -> Config:
     return moved
 
 
-def _at(config: Config, port: int) -> Config:
+def _placed(config: Config, hub_port: int) -> Config:
+    """With a free address that is none of the hub's."""
+    while (port := free_port_pair(config.hub.host)) in (hub_port, hub_port + 1):
+        pass
     endpoint = f"tcp://{config.hub.host}:{port}"
     return config.model_copy(update={"reward": config.reward.model_copy(update={"endpoint": endpoint})})

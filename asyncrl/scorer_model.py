@@ -50,13 +50,15 @@ class RewardModel:
         self._chat = ChatFormat(path)
         text = model.config.get_text_config()
         self._pad_id: int | None = text.pad_token_id
-        self._most: int | None = getattr(text, "max_position_embeddings", None)
+        self._most = _positions(model)
+        self._ids: int = model.get_input_embeddings().num_embeddings
 
     def tokens(self, conversation: Conversation) -> list[int]:
         """The ids of a conversation, as the chat template renders it.
 
         Raises:
-            Unscorable: the template cannot render it, or it is longer than the model has positions for.
+            Unscorable: the template cannot render it, it is longer than the model has positions for, or the
+                tokenizer knows more tokens than the model.
         """
         try:
             ids = self._chat.conversation_ids(conversation)
@@ -64,6 +66,8 @@ class RewardModel:
             raise Unscorable(f"the chat template raised {type(error).__name__}: {error}") from error
         if not ids or (self._most is not None and len(ids) > self._most):
             raise Unscorable(f"it has {len(ids)} tokens, and the reward model takes 1 to {self._most}")
+        if max(ids) >= self._ids:  # On a GPU this would end the process, and every one that tries it again.
+            raise Unscorable(f"it has the token {max(ids)}, and the reward model has embeddings of {self._ids}")
         return ids
 
     def answers(self, requests: Sequence[Score]) -> list[Scored]:
@@ -79,22 +83,35 @@ class RewardModel:
             found |= zip(rows, self._scores(list(rows.values())), strict=True)
         return [_answer(request.request, found[i]) for i, request in enumerate(requests)]
 
-    @torch.inference_mode()
     def _scores(self, rows: Sequence[list[int]]) -> Sequence[float | Unscorable]:
-        """The model's output for each row of ids; rows that do not fit into memory together are halved."""
+        """The model's output for each row of ids; rows that cannot be computed together are halved.
+
+        Raises:
+            RuntimeError: the device failed, after which it computes nothing any more.
+        """
+        try:
+            return self._forward(rows)
+        except torch.OutOfMemoryError as error:
+            reason = f"its {len(rows[0])} tokens do not fit into the scorer's memory: {error}"
+        except Exception as error:  # A model is a program too; which row it fails on, only the rows can tell.
+            if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
+                raise
+            reason = f"the reward model raised {type(error).__name__}: {error}"
+        # Out here, for within `except` the error would keep the memory of the failed attempt.
+        if len(rows) == 1:
+            return [Unscorable(reason)]
+        half = len(rows) // 2
+        return [*self._scores(rows[:half]), *self._scores(rows[half:])]
+
+    @torch.inference_mode()
+    def _forward(self, rows: Sequence[list[int]]) -> list[float]:
         ids = torch.full((len(rows), max(map(len, rows))), self._padding(rows))
         mask = torch.zeros_like(ids)
         for i, row in enumerate(rows):
             ids[i, : len(row)] = torch.tensor(row)
             mask[i, : len(row)] = 1
         device = self._model.device
-        try:
-            logits = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
-        except torch.OutOfMemoryError as error:
-            if len(rows) == 1:
-                return [Unscorable(f"its {len(rows[0])} tokens do not fit into the scorer's memory: {error}")]
-            half = len(rows) // 2
-            return [*self._scores(rows[:half]), *self._scores(rows[half:])]
+        logits = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
         return [float(score) for score in logits[:, 0].float().cpu()]
 
     def _padding(self, rows: Sequence[list[int]]) -> int:
@@ -109,6 +126,17 @@ class RewardModel:
         filler = next(i for i in count() if i not in ends)
         self._model.config.get_text_config().pad_token_id = filler
         return filler
+
+
+def _positions(model: Any) -> int | None:
+    """Most tokens that a model takes; None: it does not say.
+
+    Models of RoBERTa's kind count positions from the one after `padding_idx`, so they have fewer than rows.
+    """
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return int(module.num_embeddings) - int(module.padding_idx) - 1
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _answer(request: int, found: float | Unscorable) -> Scored:

@@ -88,7 +88,7 @@ def split_entries(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         The other arguments, and dotted key to text for `read`.
 
     Raises:
-        UsageError: the last such flag has no value.
+        UsageError: such a flag has no value.
     """
     tables = [f"--{key}." for key, field in leaves() if "dict" in str(field.annotation)]
     rest, entries, waiting = [], {}, iter(arguments)
@@ -100,6 +100,8 @@ def split_entries(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         given = value if equals else next(waiting, None)
         if given is None:
             raise UsageError(f"{flag} needs a value, for example {flag} 0.5")
+        if not equals and given.startswith("--"):
+            raise UsageError(f"{flag} needs a value, and {given} follows; a value that starts so: {flag}={given}")
         entries[flag.removeprefix("--")] = given
     return rest, entries
 
@@ -127,11 +129,11 @@ def read(files: Sequence[str], flags: dict[str, str | None]) -> Config:
     for key, typed in flags.items():
         if typed is not None:
             section, name, *entry = key.split(".")
-            if entry:
-                _put(merged.setdefault(section, {}), [name, *entry], typed)
-                continue
-            merged.setdefault(section, {})[name] = _parse(typed, key)
             origin[key] = f"--{key}"
+            if entry:
+                _put(merged, [section, name, *entry], typed)
+            else:
+                merged.setdefault(section, {})[name] = _parse(typed, key)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
@@ -172,15 +174,16 @@ def _parse(typed: str, key: str) -> Any:
 
 
 def _put(values: dict[str, Any], path: Sequence[str], typed: str) -> None:
-    """Sets an entry of nested tables: a JSON value, or else text.
+    """Sets an entry of nested tables, given its section, setting and names: a JSON value, or else text.
 
     Raises:
         UsageError: something on the way is no table.
     """
-    for name in path[:-1]:
+    for depth, name in enumerate(path[:-1], 1):
         values = values.setdefault(name, {})
         if not isinstance(values, dict):
-            raise UsageError(f"{'.'.join(path)} = {typed} cannot be set: {name} = {values!r} is no table")
+            table = ".".join(path[:depth])
+            raise UsageError(f"--{'.'.join(path)} {typed} cannot be set: {table} = {values!r} is no table")
     try:
         values[path[-1]] = json.loads(typed)
     except json.JSONDecodeError:
@@ -203,8 +206,15 @@ def _explain(error: ValidationError, origin: dict[str, str]) -> str:
             guess = f" Did you mean {near[0]}?" if near else ""
             about = f" ({field.description})" if field and not allowed else ""
             what = "not one of the allowed values" if allowed else item["msg"]
-            lines.append(f"{origin.get(key, key)} = {item['input']!r}: {what}.{hint}{guess}{about}")
+            lines.append(f"{_place(item['loc'], origin)} = {item['input']!r}: {what}.{hint}{guess}{about}")
     return "\n".join(lines)
+
+
+def _place(loc: Sequence[int | str], origin: dict[str, str]) -> str:
+    """Where a value was given, an entry of a table by its own name; its dotted key if that is not known."""
+    names = [str(part) for part in loc]
+    entry, setting = ".".join(names), ".".join(names[:2])
+    return origin.get(entry) or ".".join([origin.get(setting, setting), *names[2:]])
 
 
 def _unknown_key(key: str, where: str) -> str:

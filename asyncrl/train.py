@@ -30,7 +30,7 @@ def train(config: Config, *, dry_run: bool, plain: bool) -> int:
         return 0
     run_dir = launch.new_run_dir(config)
     port = launch.hub_port(config)
-    config = with_endpoint(config)
+    config = with_endpoint(config, port)
     toy = config.model.path is None
     if toy:
         from asyncrl.toy import default_model
@@ -54,8 +54,8 @@ def resume(run_dir: Path, plain: bool) -> int:
         # A run that was killed between its last step and the export has only the export left to do.
         if reader.status == "finished" and (run_dir / "model").is_dir():
             raise UsageError(f"{run_dir} is finished; start another run, from its model: --model {run_dir}/model")
-    config = with_endpoint_again(config, run_dir)
-    return _follow(config, run_dir, launch.hub_port(config), plain)
+    port = launch.hub_port(config)
+    return _follow(with_endpoint_again(config, run_dir, port), run_dir, port, plain)
 
 
 def _follow(config: Config, run_dir: Path, port: int, plain: bool) -> int:

@@ -109,12 +109,14 @@ class AsyncSocket:
         """Binds; raises zmq.ZMQError if the address is taken."""
         self._socket.bind(endpoint)
 
-    def connect(self, endpoint: str) -> None:
-        """Connects in the background; what is sent meanwhile waits."""
+    def connect(self, endpoint: str, *, queue: bool = True) -> None:
+        """Connects in the background; what is sent while there is no connection waits, or else is not sent."""
+        self._socket.set(zmq.IMMEDIATE, not queue)
         self._socket.connect(endpoint)
 
     def send(self, message: Message, frames: Sequence[Buffer] = (), to: bytes = b"") -> bool:
-        """Queues a message; False if the ROUTER has no such peer (any more)."""
+        """Queues a message; False if the ROUTER has no such peer (any more), or there is no
+        connection and `queue` is off."""
         parts: list[Buffer] = [encode(message), *frames]
         if self._is_router:
             parts.insert(0, to)

@@ -13,23 +13,21 @@ episode loop; `asyncrl.launch` loads all functions before anything starts. Free 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import math
-import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from asyncrl.config import Reward
 from asyncrl.envs.registry import PluginError, load_plugin
 from asyncrl.envs.reward_signatures import Adapted, EpisodeView, RewardFunction, adapt
+from asyncrl.envs.threads import Outcome, in_thread
 from asyncrl.messages import EpisodeStatus
 
 GROUP = "asyncrl.rewards"
 MODEL = "model"
 """The name of the model-based reward."""
 THREADS = 32
-"""Calls of one sync function that run at the same time; further ones wait, and their time limit with them."""
+"""Most calls of one sync function at a time, hung ones included; further ones wait, within their limit."""
 
 
 class RewardFault(Exception):
@@ -85,15 +83,18 @@ class Rewards:
         return rewards
 
     async def _call(self, name: str, adapted: Adapted, view: EpisodeView) -> dict[str, float]:
-        limit = self._settings.timeout_s
-        run = _awaited if adapted.is_async else _in_thread
-        room = contextlib.nullcontext() if adapted.is_async else self._room[name]
+        limit, room = self._settings.timeout_s, self._room[name]
+
+        def call() -> Any:
+            return adapted.function(**adapted.arguments(view))
+
         try:
-            async with room, asyncio.timeout(limit):
-                returned, error = await run(lambda: adapted.function(**adapted.arguments(view)))
+            async with asyncio.timeout(limit):
+                returned, error = await (_awaited(call) if adapted.is_async else in_thread(call, room))
         except TimeoutError:
             where = f" (scorer at {self._settings.endpoint})" if name == MODEL else ""
-            detail = f"{_what(name)}{where} did not answer within reward.timeout_s = {limit:g} s"
+            full = f"; {THREADS} calls of it are still running" if room.locked() else ""
+            detail = f"{_what(name)}{where} did not answer within reward.timeout_s = {limit:g} s{full}"
             raise RewardFault(EpisodeStatus.FAILED_TIME, detail) from None
         if error is not None:
             raise _fault(f"{_what(name)} raised {type(error).__name__}: {error}") from error
@@ -150,10 +151,6 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
-Outcome = tuple[Any, BaseException | None]
-"""What a function returned, or else what it raised: a value, for a future takes no StopIteration."""
-
-
 async def _awaited(call: Callable[[], Awaitable[Any]]) -> Outcome:
     try:
         return await call(), None
@@ -164,35 +161,3 @@ async def _awaited(call: Callable[[], Awaitable[Any]]) -> Outcome:
         return None, error
     except (Exception, SystemExit) as error:  # A function that calls exit() must not end the generator.
         return None, error
-
-
-async def _in_thread(call: Callable[[], Any]) -> Outcome:
-    """Runs a call in a thread of its own, so that one that hangs takes no thread of a pool from the others.
-
-    When the wait is cancelled the thread is told to exit, which ends a loop in Python; a call into C goes on to
-    its own end and then exits.
-    """
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[Outcome] = loop.create_future()
-
-    def settle(result: Outcome) -> None:
-        if not outcome.done():
-            outcome.set_result(result)
-
-    def run() -> None:
-        result: Outcome
-        try:
-            result = call(), None
-        except BaseException as error:  # Whatever it is, it is the function's; it fails its episode.
-            result = None, error
-        with contextlib.suppress(RuntimeError):  # The loop was closed meanwhile: nobody waits any more.
-            loop.call_soon_threadsafe(settle, result)
-
-    thread = threading.Thread(target=run, name="reward", daemon=True)
-    thread.start()
-    try:
-        return await outcome
-    except asyncio.CancelledError:
-        ident = ctypes.c_ulong(thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
-        raise

@@ -19,7 +19,8 @@ def test_the_list_names_every_preset_every_part_and_every_parameter():
     for known in PARTS.values():
         assert set(known) <= words
         assert {key for part in known.values() for key in part.parameters} <= words
-    assert "clip_low = 0.2, clip_high = 0.2, clip_dual = 0.0" in text
+    dual = PARTS["loss"]["ppo_clip"].parameters["clip_dual"].default
+    assert f"clip_low = 0.2, clip_high = 0.2, clip_dual = {dual}" in text
     assert max(map(len, text.splitlines())) <= 160
 
 
@@ -85,6 +86,7 @@ def test_a_preset_of_a_file_is_explained(tmp_path):
         (["algos", "show", "gspo"], 0, "loss = gspo"),
         (["algos", "show", "gspoo"], 2, "did you mean 'gspo'"),
         (["algos", "show"], 2, "show needs a NAME"),
+        (["algos", "dapo"], 2, "did you mean `asyncrl algos show dapo`?"),
     ],
 )
 def test_the_command_prints_it_or_says_what_is_wrong(capsys, arguments, status, expected):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import cli
+from asyncrl.learner.errors import NotFinite
 
 
 def _asyncrl(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -47,6 +48,12 @@ REFUSED = {
     "no reward model": (["--reward.model", "nowhere"], "nowhere: it has no config.json"),
     "bad address of the scorer": (["--reward.endpoint", "10.0.0.7"], "tcp://host:port"),
     "missing model folder": (["--model", "nowhere"], "nowhere: no such folder"),
+    "missing folder of the critic": (["--algo", "ppo", "--critic.path", "nope"], "nope: no such folder"),
+    "missing folder of the process reward": (["--process_reward.path", "nope"], "process_reward.path = "),
+    "a group of one that is compared": (["--train.group_size", "1"], "algo.advantage = 'grpo', which compares"),
+    "pairs in minibatches": (["--algo", "online-dpo", "--learner.minibatches", "2"], "learner.minibatches = 2"),
+    "a flag in place of a value": (["--algo.loss_args.clip_high", "--steps", "5"], "and --steps follows"),
+    "a baseline that is not needed": (["--algo.greedy_baseline", "true"], "has no use for greedy episodes"),
     "contradiction": (["--sampling.max_tokens", "4000"], "generator.max_model_len"),
     "missing file": (["@nowhere.toml"], "nowhere.toml does not exist"),
 }
@@ -91,6 +98,28 @@ def test_a_dry_run_explains_the_run_and_writes_nothing(tmp_path: Path) -> None:
     assert config["algo"]["loss_args"]["clip_high"] == 0.28
     assert not any(value is None for value in config["algo"].values())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_counts_greedy_episodes_and_a_group_of_one_has_a_baseline_in_its(tmp_path: Path) -> None:
+    line = ["--algo", "remax", "--sampling.max_tokens", "10", "--train.steps", "3"]
+    whole = _asyncrl("train", *line, "--dry-run", cwd=tmp_path)
+    assert "32 groups x (8 + 1 greedy) = 288 episodes per step" in whole.stdout, whole.stderr
+    assert "at most 2,880 sampled; journal at most 23,040 bytes" in whole.stdout
+    assert "3 steps, 768 episodes trained" in whole.stdout
+    alone = _asyncrl("train", *line, "--dry-run", "--train.group_size", "1", cwd=tmp_path)
+    assert "32 groups x (1 + 1 greedy) = 64 episodes per step" in alone.stdout, alone.stderr
+
+
+def test_an_update_that_is_not_finite_ends_a_command_with_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_parser: cli.Parser, _arguments: list[str]) -> int:
+        raise NotFinite(3, 3, "the loss")
+
+    monkeypatch.setitem(cli._HANDLERS, "sft", fail)
+    assert cli.main(["sft"]) == 1
+    printed = capsys.readouterr().err
+    assert printed == f"asyncrl sft: {NotFinite(3, 3, 'the loss')}\n"
 
 
 def test_an_unknown_command_is_refused_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import Config
+from asyncrl.config import Config, Reward
 from asyncrl.evaluate import evaluate, report
 from asyncrl.settings import UsageError
 from asyncrl.toy import init_model
@@ -73,8 +73,37 @@ async def test_a_finite_split_is_evaluated_once_through(model: Path, tmp_path: P
 
 
 def test_no_more_tasks_are_run_than_asked_for(model: Path, tmp_path: Path) -> None:
-    found = json.loads(report(config(tmp_path, size=100), str(model), 2, as_json=True))
-    assert (found["tasks"], found["reward"]) == (2, 0.5)
+    text, status = report(config(tmp_path, size=100), str(model), 2, as_json=True)
+    found = json.loads(text)
+    assert (found["tasks"], found["reward"], found["missing"], status) == (2, 0.5, "", 0)
+
+
+def judged(folder: Path, body: str) -> Config:
+    """Held-out tasks 0, 1 and 2, and a reward function besides."""
+    (folder / "judges.py").write_text(f"def judge(answer):\n    {body}\n")
+    reward = Reward(functions=[f"{folder}/judges.py:judge"])
+    return config(folder, size=3).model_copy(update={"reward": reward})
+
+
+def test_an_evaluation_without_any_reward_has_failed_and_says_why(model: Path, tmp_path: Path) -> None:
+    lost = judged(tmp_path, "raise KeyError('lost')")
+    text, status = report(lost, str(model), 3)
+    assert status == 1
+    assert "no reward at all on 3 held-out tasks" in text
+    assert "nan" not in text
+    assert "3 have no reward, most often because: reward function 'judge' raised KeyError: 'lost'" in text
+    text, status = report(lost, str(model), 3, as_json=True)
+    assert status == 1
+    assert json.loads(text)["reward"] is None
+
+
+def test_an_evaluation_with_some_rewards_gives_their_mean_and_the_commonest_reason(
+    model: Path, tmp_path: Path
+) -> None:
+    text, status = report(judged(tmp_path, "return 0.0 if answer == 2 else 1 / 0"), str(model), 3)
+    assert status == 0
+    assert "mean reward 2.000" in text
+    assert "2 have no reward, most often because: reward function 'judge' raised ZeroDivisionError" in text
 
 
 @pytest.mark.parametrize(("size", "tasks"), [(0, 10), (3, 0)])

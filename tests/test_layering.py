@@ -7,17 +7,33 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config import Algo, Config
+from asyncrl.launch import create
+from asyncrl.trainers.presets import resolve
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"asyncrl": "asyncrl", "trainers": "asyncrl.trainers", "envs": "asyncrl.envs"}
 FOLDERS["triton_kernels"] = "asyncrl.triton_kernels"
 
 LAYERS = [
-    {"messages", "config", "schema", "packing", "process", "triton_kernels", "settings", "groups", "records"},
-    {"journal", "scheduler", "leases", "transport", "roster", "recovery", "commit", "batches", "chat", "datasets"},
+    {
+        "messages",
+        "config",
+        "contradictions",
+        "schema",
+        "packing",
+        "process",
+        "triton_kernels",
+        "settings",
+        "groups",
+        "records",
+    },
+    {"journal", "scheduler", "leases", "transport", "roster", "recovery", "commit", "batches", "chat", "datasets"}
+    | {"harvest"},
     {"trainers", "envs"},
     {"hub", "generator", "learner", "weights", "evaluate", "toy", "metrics", "doctor"}
     | {"scorer", "scorer_client", "scorer_model", "algos"},
-    {"supervisor", "launch", "scorer_launch"},
+    {"supervisor", "launch", "algo_launch", "scorer_launch"},
     {"train", "cli", "__main__"},
 ]
 
@@ -80,6 +96,31 @@ def test_the_learner_never_imports_an_engine() -> None:
 def test_it_is_imported_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60).returncode == 0
+
+
+BUILD_A_HUB = """
+import asyncio, os, sys
+from pathlib import Path
+from asyncrl.hub import Hub
+
+async def build():
+    Hub(Path(sys.argv[1]), 5555)
+    os._exit('torch' in sys.modules)
+
+asyncio.run(build())
+"""
+
+
+def test_a_hub_does_not_load_the_learners_plugins_and_with_them_torch(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "import torch\n\ndef mine(outcomes):\n    return outcomes.reward\n\nmine.needs = ('greedy',)\n"
+    )
+    config = Config(algo=resolve(Algo(name="grpo", advantage=f"{plugin}:mine")))
+    assert config.algo.greedy_baseline is True
+    create(config, tmp_path / "run")
+    command = [sys.executable, "-P", "-c", BUILD_A_HUB, str(tmp_path / "run")]
+    assert subprocess.run(command, timeout=60).returncode == 0
 
 
 def test_the_bare_name_of_the_kernels_folder_cannot_be_imported() -> None:

@@ -68,14 +68,29 @@ def test_an_entry_of_a_table_in_a_table_has_one_more_dot() -> None:
 
 
 def test_only_entries_of_tables_are_taken_out_of_a_command_line() -> None:
-    line = ["@a.toml", "--algo.loss_argz.x", "1", "--learner.lr", "2", "--env.args", "{}", "--env.args.y", "--z"]
-    assert settings.split_entries(line) == (line[:-2], {"env.args.y": "--z"})
+    line = ["@a.toml", "--algo.loss_argz.x", "1", "--learner.lr", "2", "--env.args", "{}", "--env.args.y", "-z"]
+    assert settings.split_entries(line) == (line[:-2], {"env.args.y": "-z"})
 
 
 def test_an_entry_without_a_value_or_of_what_is_no_table_is_refused() -> None:
     with pytest.raises(UsageError, match=r"--env\.args\.digits needs a value"):
         settings.split_entries(["--env.args.digits"])
-    assert "args = 'three' is no table" in _error([], {"env.args": "three", "env.args.digits": "1"})
+    text = _error([], {"env.args": "three", "env.args.digits": "1"})
+    assert text == "--env.args.digits 1 cannot be set: env.args = 'three' is no table"
+
+
+def test_a_flag_is_no_value_of_an_entry_unless_it_is_joined_to_it() -> None:
+    with pytest.raises(UsageError, match=r"--algo\.loss_args\.clip_high needs a value, and --steps follows"):
+        settings.split_entries(["--algo.loss_args.clip_high", "--steps", "5"])
+    assert settings.split_entries(["--env.args.y=--z"]) == ([], {"env.args.y": "--z"})
+
+
+def test_a_bad_value_of_an_entry_names_the_entry_and_where_it_was_given(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[reward.weights]\na = 'high'\n")
+    assert f"{file}, [reward] weights.a = 'high': " in _error([f"@{file}"], {})
+    assert "--reward.weights.a = 'hello': " in _error([f"@{file}"], {"reward.weights.a": "hello"})
+    assert "--reward.weights.a = 'hello': " in _error([], {"reward.weights": '{"a": "hello"}'})
 
 
 def test_an_unknown_flag_names_the_nearest_one() -> None:

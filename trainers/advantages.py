@@ -115,7 +115,7 @@ def gdpo(outcomes: Outcomes, *, weights: Mapping[str, float]) -> Tensor:
 
     Args:
         outcomes: see the module.
-        weights: w_k by name; 1 for a name that is not there.
+        weights: w_k by name; 1 for a name that is not there. A run that gives none takes `reward.weights`.
     """
     total = torch.zeros_like(outcomes.reward)
     for name, reward in (outcomes.rewards or {"": outcomes.reward}).items():

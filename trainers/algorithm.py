@@ -35,8 +35,7 @@ from asyncrl.trainers.tokens import Tokens
 
 TokenLoss = Callable[[Tensor, Tokens], tuple[Tensor, Tensor]]
 """`(logp [n], tokens) -> (loss [n], clipped [n])`; `tokens.old` is the proximal policy's log-prob, and `clipped`
-marks
-tokens whose gradient or ratio was cut."""
+marks tokens whose gradient or ratio was cut."""
 Weighting = Callable[[Tensor, Tokens], Tensor]
 """`(log_weight [n], tokens) -> [n]`: a correction's weights, or a rejection's mask (1: keep)."""
 
@@ -182,7 +181,7 @@ def build(algo: Algo) -> Algorithm:
     settings = resolve(algo)
     [(loss, _)], [(advantage, estimator)] = _bound(settings, "loss"), _bound(settings, "advantage")
     marker = MARKERS.get(settings.loss or "")
-    targets = TARGETS.get(settings.advantage or "")
+    targets = TARGETS.get(settings.advantage or "") or getattr(estimator.function(), "targets", None)
     return Algorithm(
         settings=settings,
         advantage=advantage,
@@ -220,5 +219,5 @@ def _weightings(settings: Algo, *, ahead: bool) -> Weightings:
 
 
 def _of(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a function takes."""
+    """The arguments that a function takes, if the part has others for another function."""
     return {name: value for name, value in arguments.items() if name in signature(function).parameters}

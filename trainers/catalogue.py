@@ -27,7 +27,7 @@ Level = Literal["token", "sequence", "batch"]
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a part: a number in a closed range, a bool, or a table."""
+    """A parameter of a part: a number in a closed range, a bool, or a table of numbers."""
 
     default: Any
     low: float = -math.inf
@@ -38,7 +38,11 @@ class Parameter:
         if isinstance(self.default, bool):
             return None if isinstance(value, bool) else "must be true or false"
         if isinstance(self.default, dict):
-            return None if isinstance(value, dict) else "must be a table"
+            numbers = isinstance(value, dict) and all(
+                isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)
+                for v in value.values()
+            )
+            return None if numbers else "must be a table of numbers"
         whole = isinstance(self.default, int)
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             return f"must be {'a whole' if whole else 'a'} number"
@@ -85,6 +89,8 @@ GROUPS: dict[Kind, str] = {
 """Entry-point group of each kind."""
 SEVERAL: frozenset[Kind] = frozenset({"rejection", "shaping"})
 """Kinds of which an algorithm may name several, separated by commas; they apply in that order."""
+SIDES = ("clip_", "delta_")
+"""Parameters whose `low` and `high` are distances to either side, and not the ends of a range."""
 
 
 def find(kind: Kind, name: str) -> Part:
@@ -108,8 +114,14 @@ def find(kind: Kind, name: str) -> Part:
 
 
 def split(kind: Kind, value: str) -> list[str]:
-    """The names in a setting: one, or several where the kind allows it; `none` is nobody."""
+    """The names in a setting: one, or several where the kind allows it; `none` is nobody.
+
+    Raises:
+        ValueError: a name comes twice.
+    """
     found = [name.strip() for name in value.split(",")] if kind in SEVERAL else [value]
+    if len(set(found)) < len(found):
+        raise ValueError(f"algo.{kind} = {value!r} names a part twice; name each once")
     return [name for name in found if name != "none"] if kind in SEVERAL else found
 
 
@@ -131,7 +143,15 @@ def complete(kind: Kind, value: str, given: Mapping[str, Any]) -> dict[str, Any]
         wrong = allowed[name].check(number)
         if wrong:
             raise ValueError(f"algo.{kind}_args: {name} = {number!r} {wrong} (algo.{kind} = {value!r})")
-    return {name: parameter.default for name, parameter in allowed.items()} | dict(given)
+    arguments = {name: parameter.default for name, parameter in allowed.items()} | dict(given)
+    for high in (name for name in arguments if name.endswith("high") and not name.startswith(SIDES)):
+        low = high.removesuffix("high") + "low"
+        if arguments.get(low, arguments[high]) > arguments[high]:
+            raise ValueError(
+                f"algo.{kind}_args: {low} = {arguments[low]} is above {high} = {arguments[high]}, so nothing lies "
+                f"between them (algo.{kind} = {value!r}); give a range"
+            )
+    return arguments
 
 
 def own(part: Part, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,10 +160,10 @@ def own(part: Part, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plugin(function: Callable[..., Any], kind: Kind, name: str) -> Part:
-    """A plug-in as a part; it may say its `level` and `needs` as attributes of the function.
+    """A plug-in as a part; it may say its `level`, `needs` and `targets` as attributes of the function.
 
     Raises:
-        ValueError: it is no function, or a parameter has no default.
+        ValueError: it is no function, a parameter has no default, or an attribute is missing.
     """
     if not callable(function):
         raise ValueError(f"algo.{kind} = {name!r} is a {type(function).__name__}, not a function")
@@ -160,5 +180,13 @@ def _plugin(function: Callable[..., Any], kind: Kind, name: str) -> Part:
             return function
 
     level: Level = getattr(function, "level", "sequence" if kind == "advantage" else "token")
-    needs = tuple(getattr(function, "needs", ()))
+    usual = ("reference",) if kind == "kl" else ("logp",) if level == "batch" else ()
+    needs = tuple(getattr(function, "needs", usual))
+    if kind == "kl" and parameters:
+        raise ValueError(f"algo.kl = {name!r}: a divergence takes no parameters, got {', '.join(parameters)}")
+    if kind == "advantage" and "value" in needs and not callable(getattr(function, "targets", None)):
+        raise ValueError(
+            f"algo.advantage = {name!r} needs a critic; give the function an attribute `targets`, "
+            "(outcomes) -> [N] what the critic is fitted to"
+        )
     return Plugin(line or "a plug-in", "", name, parameters, level, needs)

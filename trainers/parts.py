@@ -75,7 +75,7 @@ ADVANTAGES = {
     ),
     "vtrace": Part(
         "V-trace's policy-gradient advantages with a critic", "arXiv:1802.01561", "token_advantages:vtrace",
-        {"gamma": _GAMMA, "lam": P(1.0, 0, 1), "rho_max": P(1.0, 0), "c_max": P(1.0, 0), "whiten": P(True)},
+        {"gamma": _GAMMA, "lam": P(1.0, 0, 1), "rho_max": P(1.0, 0), "c_max": P(1.0, 0), "scale": P(True)},
         needs=("value", "logp"),
     ),
 }  # fmt: skip
@@ -83,7 +83,7 @@ ADVANTAGES = {
 LOSSES = {
     "ppo_clip": Part(
         "clipped ratio, asymmetric range, dual clip", "arXiv:1707.06347, eq. 7; arXiv:1912.09729, eq. 5",
-        "losses:ppo_clip", {**_CLIP, "clip_dual": P(0.0, 0)},
+        "losses:ppo_clip", {**_CLIP, "clip_dual": P(3.0, 0)},
     ),
     "reinforce": Part("-A log pi", "Williams 1992", "losses:reinforce"),
     "cispo": Part(

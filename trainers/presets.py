@@ -66,7 +66,8 @@ PRESETS: dict[str, Algo] = {
     "sapo": _preset(loss="sapo", aggregation="sequence_mean"),
     "dppo": _preset(loss="dppo_tv", advantage="dr_grpo"),
     "clip-cov": _preset(loss="clip_cov"),
-    "kl-cov": _preset(loss="kl_cov"),
+    # Its ratio has no bound, so it stays at 1, and a capped weight corrects.
+    "kl-cov": _preset(loss="kl_cov", proximal="current"),
     "prime": _preset(advantage="prime", filter="mean_band"),
     "sppo": _preset(advantage="rloo", loss="sppo", aggregation="sequence_mean"),
     "dro": _preset(advantage="rloo", loss="dro"),
@@ -100,7 +101,7 @@ def resolve(algo: Algo) -> Algo:
         value = getattr(resolved, kind)
         inherited = getattr(base, f"{kind}_args") if value == getattr(base, kind) else {}
         arguments[f"{kind}_args"] = complete(kind, value, inherited | getattr(algo, f"{kind}_args"))
-    resolved = resolved.model_copy(update=arguments)
+    resolved = _greedy_baseline(resolved.model_copy(update=arguments))
     _consistent(resolved)
     return resolved
 
@@ -135,9 +136,16 @@ def needs(algo: Algo) -> frozenset[str]:
     return frozenset(need for _, _, part in parts(algo) for need in part.needs)
 
 
-def has_greedy_baseline(algo: Algo) -> bool:
-    """Whether each group of a resolved algorithm has a greedy episode besides."""
-    return "greedy" in find("advantage", algo.advantage or "").needs
+def _greedy_baseline(algo: Algo) -> Algo:
+    """Fills in whether each group has a greedy episode: the hub, which samples it, loads no estimator to ask."""
+    wanted = "greedy" in find("advantage", algo.advantage or "").needs
+    if algo.greedy_baseline not in (None, wanted):
+        does = "needs a greedy episode of each group" if wanted else "has no use for greedy episodes"
+        raise ValueError(
+            f"algo.greedy_baseline = {algo.greedy_baseline}, but algo.advantage = {algo.advantage!r} {does}; "
+            "leave algo.greedy_baseline out, or choose another estimator"
+        )
+    return algo.model_copy(update={"greedy_baseline": wanted})
 
 
 def _off_policy(algo: Algo) -> Algo:
@@ -145,45 +153,65 @@ def _off_policy(algo: Algo) -> Algo:
 
     A loss with a ratio takes it to the policy that sampled: then its clip is a trust region around the data, which
     bears more staleness than any weight without one (README, "Stale data"). A loss without a ratio, or with one to
-    another policy, needs the weight of a correction.
+    another policy, needs the weight of a correction; who names a correction wants it to be that weight.
     """
-    proximal = algo.proximal or ("current" if algo.loss == "reinforce" else "behaviour")
+    weighted = algo.loss == "reinforce" or algo.correction not in (None, "none")
+    proximal = algo.proximal or ("current" if weighted else "behaviour")
     correction = algo.correction or ("none" if proximal == "behaviour" else "token_tis")
     return algo.model_copy(update={"proximal": proximal, "correction": correction})
 
 
 def _consistent(algo: Algo) -> None:
-    """Refuses parts that contradict each other."""
-    if algo.loss == "reinforce" and algo.proximal == "behaviour":
+    """Refuses parts that contradict each other, and those that would do nothing."""
+    if algo.loss == "reinforce" and algo.proximal != "current":
         raise ValueError(
-            "algo.loss = 'reinforce' with algo.proximal = 'behaviour' would leave stale tokens uncorrected, "
-            "because that loss has no ratio; use algo.proximal = 'current' with algo.correction = 'token_tis'"
+            f"algo.loss = 'reinforce' with algo.proximal = {algo.proximal!r} would leave stale tokens "
+            "uncorrected, because that loss has no ratio; use algo.proximal = 'current' with "
+            "algo.correction = 'token_tis'"
         )
     if find("loss", algo.loss or "").level == "sequence" and algo.proximal == "current":
         raise ValueError(
             f"algo.loss = {algo.loss!r} with algo.proximal = 'current' would clip nothing, because every ratio to "
-            "the current policy is 1; use algo.proximal = 'behaviour'"
+            "the current policy is 1; use algo.proximal = 'behaviour' and algo.correction = 'none'"
+        )
+    if algo.proximal == "behaviour" and algo.correction != "none":
+        raise ValueError(
+            f"algo.correction = {algo.correction!r} with algo.proximal = 'behaviour' has nothing to correct: the "
+            "loss's own ratio does; use algo.correction = 'none', or algo.proximal = 'current'"
         )
     dual = algo.loss_args.get("clip_dual", 0)
     if 0 < dual <= 1:
         raise ValueError(f"algo.loss_args: clip_dual = {dual}: must be above 1 (usual: 3 to 10), or 0 for off")
-    if algo.kl_in == "reward" and algo.kl == "full":
-        raise ValueError("algo.kl = 'full' is a loss; with algo.kl_in = 'reward' use 'k1'")
-    if algo.advantage == "gdpo" and (_shapes(algo) or (algo.kl != "none" and algo.kl_in == "reward")):
-        raise ValueError(
-            "algo.advantage = 'gdpo' compares the environment's rewards by name, so a KL term in the reward or "
-            f"algo.shaping = {algo.shaping!r} would do nothing; use algo.kl_in = 'loss', and algo.shaping = 'none'"
-        )
     if algo.advantage == "dpo" and algo.rejection != "none":
         raise ValueError(
             f"algo.advantage = 'dpo' with algo.rejection = {algo.rejection!r}: a pair of which one half is "
             "rejected has no DPO loss; use algo.rejection = 'none'"
         )
-    low, high = (algo.shaping_args.get(name, 0.0) for name in ("reward_low", "reward_high"))
-    if low > high:
-        raise ValueError(f"algo.shaping_args: reward_low = {low} is above reward_high = {high}; give a range")
+    _consistent_rewards(algo)
 
 
-def _shapes(algo: Algo) -> bool:
-    """Whether a shaping changes rewards."""
-    return bool(set(split("shaping", algo.shaping or "none")) - {"drop_truncated"})
+def _consistent_rewards(algo: Algo) -> None:
+    """The same for the KL term, the reference and shaping."""
+    in_reward = algo.kl != "none" and algo.kl_in == "reward"
+    if in_reward and algo.kl == "full":
+        raise ValueError("algo.kl = 'full' is a loss; with algo.kl_in = 'reward' use 'k1'")
+    if algo.kl == "k1" and algo.kl_in == "loss":
+        raise ValueError(
+            "algo.kl = 'k1' with algo.kl_in = 'loss' would do nothing: its expected gradient is 0; use 'k2', "
+            "'k3' or 'k1+', or algo.kl_in = 'reward'"
+        )
+    if algo.kl == "none" and (algo.kl_target or algo.kl_coef != BASE.kl_coef):
+        raise ValueError(
+            "algo.kl_coef and algo.kl_target are for a KL term, and algo.kl = 'none'; use algo.kl = 'k3'"
+        )
+    if algo.reference_every and not needs(algo) & {"reference", "reference_model"}:
+        raise ValueError(
+            f"algo.reference_every = {algo.reference_every}, but no part needs a reference model; set algo.kl, or "
+            "leave it at 0"
+        )
+    shapes = set(split("shaping", algo.shaping or "none")) - {"drop_truncated"}
+    if algo.advantage == "gdpo" and (shapes or in_reward):
+        raise ValueError(
+            "algo.advantage = 'gdpo' compares the environment's rewards by name, so a KL term in the reward or "
+            f"algo.shaping = {algo.shaping!r} would do nothing; use algo.kl_in = 'loss', and algo.shaping = 'none'"
+        )

@@ -1,9 +1,10 @@
 """Off-policy masks: which tokens or sequences are too far from the behaviour policy to be trained on.
 
-A rejection sees `log_weight` l = log pi - log mu, [n], detached, where pi is the policy before the update (not the
-proximal one, as corrections do) and mu the behaviour policy. It returns 1.0 for the tokens to keep and 0.0 for the
-others, [n]. r = exp(l) is the importance ratio of a token. Bounds are inclusive, and bounds of r are bounds of r
-itself. Several rejections multiply. What the loss is divided by stays the number of tokens before any of them.
+A rejection sees `log_weight` l = log pi - log mu, [n], detached, where pi is the current policy (not the
+proximal one, as corrections do; in the rejections of level "batch" it is the one before the first minibatch) and
+mu the behaviour policy. It returns 1.0 for the tokens to keep and 0.0 for the others, [n]. r = exp(l) is the
+importance ratio of a token. Bounds are inclusive, and bounds of r are bounds of r itself. Several rejections
+multiply. What the loss is divided by stays the number of tokens before any of them.
 
 What the baseline sees. Rejections of level "batch" run before the advantages are estimated; a sequence that they
 empty leaves its group's baseline (the learner sets the episode invalid), because a reward that the policy would

@@ -74,16 +74,7 @@ def normalise(outcomes: Outcomes) -> Outcomes:
 
 
 def clip(outcomes: Outcomes, *, reward_low: float, reward_high: float) -> Outcomes:
-    """R kept in [reward_low, reward_high], also of greedy episodes.
-
-    Raises:
-        ValueError: the range is empty.
-    """
-    if reward_low > reward_high:
-        raise ValueError(
-            f"algo.shaping_args: reward_low = {reward_low} is above reward_high = {reward_high}, so every reward "
-            "would become the same; give a range"
-        )
+    """R kept in [reward_low, reward_high], also of greedy episodes."""
     bounded = outcomes.reward.clamp(reward_low, reward_high)
     return replace(outcomes, reward=torch.where(_rewarded(outcomes), bounded, outcomes.reward))
 

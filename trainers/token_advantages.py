@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.trainers.advantages import rloo
-from asyncrl.trainers.outcomes import Outcomes, whitened
+from asyncrl.trainers.outcomes import Outcomes, moments, whitened
 from asyncrl.triton_kernels import scan
 
 # ---- without a critic ------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def gae_targets(outcomes: Outcomes, *, gamma: float, lam: float) -> Tensor:
     return _targets(outcomes, _gae(outcomes, gamma, lam)[1])
 
 
-def vtrace(outcomes: Outcomes, *, gamma: float, lam: float, rho_max: float, c_max: float, whiten: bool) -> Tensor:
+def vtrace(outcomes: Outcomes, *, gamma: float, lam: float, rho_max: float, c_max: float, scale: bool) -> Tensor:
     """A_t = rho_t (r_t + gamma vs_(t+1) - V_t), with V-trace's targets vs and rho_t = min(rho_max, pi / mu).
 
     The importance weight is in the advantage. Espeholt et al. 2018 (arXiv:1802.01561), section 4.2; the targets
@@ -125,9 +125,12 @@ def vtrace(outcomes: Outcomes, *, gamma: float, lam: float, rho_max: float, c_ma
         lam: as in TD(lambda).
         rho_max: cap of the weight.
         c_max: cap of the weights by which corrections reach back.
-        whiten: to mean 0 and std 1 (n - 1) over all valid tokens of the batch.
+        scale: to std 1 (n - 1) over all valid tokens of the batch. Nothing is subtracted: the weight is in the
+            advantage, and a token that the policy would hardly sample any more (rho near 0) must keep one near 0.
     """
-    return _of_valid(outcomes, _vtrace(outcomes, gamma, lam, rho_max, c_max)[1], whiten)
+    advantage = _vtrace(outcomes, gamma, lam, rho_max, c_max)[1]
+    std = moments(advantage, outcomes.spread(outcomes.valid))[1] if scale else 1.0
+    return _of_valid(outcomes, advantage / std, whiten=False)
 
 
 def vtrace_targets(outcomes: Outcomes, *, gamma: float, lam: float, rho_max: float, c_max: float) -> Tensor:
@@ -136,7 +139,7 @@ def vtrace_targets(outcomes: Outcomes, *, gamma: float, lam: float, rho_max: flo
 
 
 TARGETS: dict[str, Callable[..., Tensor]] = {"gae": gae_targets, "vtrace": vtrace_targets}
-"""[N] targets of the critic, by the name of the estimator; parameters as there, without `whiten`."""
+"""[N] targets of the critic, by the name of the estimator; parameters as there, without `whiten` and `scale`."""
 
 
 def _gae(outcomes: Outcomes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:

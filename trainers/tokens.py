@@ -28,9 +28,9 @@ class Tokens:
     lag: Tensor | None = None
     """int64: learner version minus the token's version."""
     old: Tensor | None = None
-    """Log-prob under the proximal policy, the denominator of a loss's ratio. `Algorithm.token_loss` sets it;
-    before, it
-    is the policy's before the batch's first minibatch, where the algorithm wants that (`recomputed`)."""
+    """Log-prob under the proximal policy, the denominator of a loss's ratio. `Algorithm.token_loss` sets it.
+    Before
+    that it is the log-prob before the first minibatch, where the algorithm wants that (`recomputed`)."""
     factor: Tensor | None = None
     """Weight from corrections and rejections that saw the whole batch."""
     mark: Tensor | None = None

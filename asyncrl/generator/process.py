@@ -12,6 +12,7 @@ business, and the hub alone decides what runs where. Started by the supervisor, 
 
     | part         | waits for                         | unblocked by                               |
     |--------------|-----------------------------------|--------------------------------------------|
+    | start        | hub, scorer: a first answer each  | supervise.start_timeout_s                  |
     | episode task | tokens, environment, rewards      | engine thread; env. and reward.timeout_s   |
     | engine       | work                              | a lease                                    |
     | outbox       | Ack (keeps, never blocks)         | hub commit; re-sent after a hub restart    |
@@ -98,12 +99,13 @@ class GeneratorProcess:
         if not self._welcome.done():
             return self._exit.result()
         try:
-            await self._open(self._welcome.result())
+            await self._open(self._welcome.result(), start_timeout_s)
         except (ValueError, ImportError) as error:
             # The fault boundary of the configuration: a restart would only find the same again.
             print(f"{self._name}: the engine cannot be opened: {type(error).__name__}: {error}", flush=True)
             return EXIT_USAGE
-        self._hello()
+        if not self._exit.done():
+            self._hello()
         heartbeat = asyncio.create_task(self._heartbeats(), name="heartbeat")
         heartbeat.add_done_callback(self._watch)
         status = await self._exit
@@ -113,7 +115,7 @@ class GeneratorProcess:
 
     # ---- phases ----------------------------------------------------------------------------------
 
-    async def _open(self, welcome: Welcome) -> None:
+    async def _open(self, welcome: Welcome, start_timeout_s: float) -> None:
         config = self._config = from_json(welcome.config)
         pin(config.generator.cores)
         self._data = AsyncSocket(zmq.DEALER, self._on_data, f"{self._name}/{self._incarnation}")
@@ -124,8 +126,24 @@ class GeneratorProcess:
         if config.reward.endpoint is not None:
             self._scorer = ScorerClient(config.reward.endpoint)
         self._world = await asyncio.to_thread(_build_world, config, self._outbox, loop, index, self._scorer)
+        if self._scorer is not None and not await self._answers(self._scorer, start_timeout_s):
+            return
         self._receiver = Receiver(config, self._world.engine, self._control.send)
         print(f"{self._name}: ready with version {self._world.engine.version}", flush=True)
+
+    async def _answers(self, scorer: ScorerClient, start_timeout_s: float) -> bool:
+        """No episode is asked for before it can be scored: a scorer may load for longer than a reward may take."""
+        ready: asyncio.Future[Any] = asyncio.create_task(scorer.ready(), name="scorer")
+        await asyncio.wait({ready, self._exit}, timeout=start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done() and not self._exit.done():
+            print(
+                f"{self._name}: no answer from the scorer at reward.endpoint = {self._config.reward.endpoint} "
+                f"within {start_timeout_s:g} s; see its log, or start it, or raise supervise.start_timeout_s",
+                flush=True,
+            )
+            self._finish(1)
+        ready.cancel()
+        return not self._exit.done()
 
     async def _shut(self, status: int) -> None:
         """On an orderly stop what has been sampled is made durable; episodes that still run are dropped
@@ -170,7 +188,7 @@ class GeneratorProcess:
                 for lease in leases:
                     self._cancel(lease, reason)
             case Rehello():
-                if self._world is not None:
+                if self._receiver is not None:
                     self._hello()
                     self._outbox.resend()
                 else:

@@ -53,11 +53,11 @@ class Companions:
         limit = config.learner.head_workspace_mb
         self._workspace = None if limit is None else limit << 20
         self._divergences: list[FullKl] = []
+        self.wanted = bool(needs - {"greedy", "reference_model"})
+        """Whether anything has to be computed before the update."""
 
     def columns(self, packed: Sequence[Row]) -> dict[str, Tensor]:
         """What the algorithm needs to know about the labels of all rows, [C] each, on the CPU."""
-        if not self._needs - {"greedy"}:
-            return {}
         temperature, workspace = self._config.sampling.temperature, self._workspace
         found: dict[str, Tensor] = {}
         if self._needs & {"logp", "squares"}:

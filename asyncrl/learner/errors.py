@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class NotFinite(RuntimeError):
-    """The loss or the gradient norm is not finite; nothing was applied. Raised on every rank."""
+    """A loss or a gradient norm is not finite; that update was not applied. Raised on every rank."""
 
     def __init__(self, step: int, batch_id: int, what: str) -> None:
         super().__init__(
-            f"step {step}: {what} of batch {batch_id} is not finite; the step was not applied and the batch is "
-            "kept in run.db. A lower learner.lr, or model.dtype = 'float32', is the usual remedy."
+            f"step {step}: {what} is not finite on batch {batch_id}; the update was not applied. A lower learning "
+            "rate of that model, or model.dtype = 'float32', is the usual remedy."
         )
         self.step, self.batch_id, self.what = step, batch_id, what

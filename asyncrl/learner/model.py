@@ -69,8 +69,8 @@ def load(
     path = Path(path)
     if not (path / "config.json").is_file():
         raise FileNotFoundError(
-            f"model.path = {path}: no Hugging Face folder there (config.json is missing); "
-            "make one with `asyncrl init-model`, or download a model first"
+            f"{path}: no Hugging Face folder there (config.json is missing); make one with `asyncrl init-model`, "
+            "or download a model first"
         )
     config = AutoConfig.from_pretrained(path)
     with init_empty_weights(include_buffers=False):

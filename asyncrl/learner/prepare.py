@@ -75,17 +75,19 @@ def prepare(
     found = {name: whole.gather(column) for name, column in columns.items()}
     if found or algorithm.per_token:
         found["behaviour"] = whole.gather(torch.from_numpy(share.behaviour[share.candidate]))
-    if algorithm.settings.kl != "none" and "reference" in found:
+    if algorithm.settings.kl != "none":
+        metrics["kl_coef"] = kl_coef
+    if algorithm.settings.kl not in ("none", "full"):
         divergence = algorithm.divergence(found["behaviour"], found["reference"])
         metrics["reference_kl"] = float(divergence.mean()) if len(divergence) else 0.0
-        metrics["kl_coef"] = kl_coef
         if algorithm.settings.kl_in == "reward":
             found["penalty"] = kl_coef * divergence
     outcomes = replace(outcomes, columns=found)
     given: dict[str, Tensor] = {}
     if algorithm.ahead or algorithm.marker:
         lag = whole.gather(torch.from_numpy(share.lag[share.candidate]))
-        outcomes, given = _whole_batch(algorithm, outcomes, lag)
+        in_time = whole.gather(torch.from_numpy(share.trained[share.candidate])) > 0
+        outcomes, given = _whole_batch(algorithm, outcomes, lag, in_time & outcomes.spread(outcomes.valid))
         metrics["rejected_sequences"] = float(((trained > 0) & ~outcomes.valid).sum())
     else:
         given["advantage"] = algorithm.estimate(outcomes)
@@ -135,17 +137,28 @@ def _outcomes(batch: Batch, whole: Whole, max_tokens: int) -> Outcomes:
     )
 
 
-def _whole_batch(algorithm: Algorithm, outcomes: Outcomes, lag: Tensor) -> tuple[Outcomes, dict[str, Tensor]]:
-    """Corrections, baseline, advantages and marks of an algorithm that looks at the whole batch first."""
-    found = outcomes.columns
-    zeros = torch.zeros_like(found["logp"])
-    tokens = Tokens(found["behaviour"], zeros, zeros, outcomes.lengths.tolist(), lag.long())
-    factor = algorithm.factor(found["logp"], tokens)
+def _whole_batch(
+    algorithm: Algorithm, outcomes: Outcomes, lag: Tensor, trained: Tensor
+) -> tuple[Outcomes, dict[str, Tensor]]:
+    """Corrections, baseline, advantages and marks of an algorithm that looks at the whole batch first.
+
+    It looks at the trained tokens only ([N] bool): the others are in no moment, share or product.
+    """
+    logp, behaviour = outcomes.columns["logp"][trained], outcomes.columns["behaviour"][trained]
+    lengths = outcomes.token_sum(trained.double()).long()
+    zeros = torch.zeros_like(logp)
+    tokens = Tokens(behaviour, zeros, zeros, lengths.tolist(), lag[trained].long())
+    factor = _filled(trained, algorithm.factor(logp, tokens), 1.0)
     if algorithm.ahead:
-        emptied = (outcomes.lengths > 0) & (outcomes.token_sum(factor) == 0)
+        emptied = (lengths > 0) & (outcomes.token_sum(factor * trained) == 0)
         outcomes = replace(outcomes, valid=outcomes.valid & ~emptied)
     advantage = algorithm.estimate(outcomes)
     given = {"advantage": advantage, "factor": factor}
     if algorithm.marker is not None:
-        given["mark"] = algorithm.mark(found["logp"], replace(tokens, advantage=advantage))
+        given["mark"] = _filled(trained, algorithm.mark(logp, replace(tokens, advantage=advantage[trained])), 0.0)
     return outcomes, given
+
+
+def _filled(chosen: Tensor, values: Tensor, otherwise: float) -> Tensor:
+    """[N]: the values of the chosen tokens, and a number for the others."""
+    return torch.full(chosen.shape, otherwise, dtype=values.dtype).masked_scatter(chosen, values)

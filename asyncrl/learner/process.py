@@ -175,7 +175,8 @@ class LearnerProcess:
             return EXIT_USAGE
         except NotFinite as error:
             if self._rank == 0:
-                self._link.report(StepFailed(error.step, error.batch_id, str(error)))
+                told = f"{error} The batch is kept in run.db."
+                self._link.report(StepFailed(error.step, error.batch_id, told))
             print(f"learner: {error}", flush=True)
             return EXIT_STOP_RUN
         except (PackingMismatch, FileNotFoundError, ValueError) as error:

@@ -3,7 +3,8 @@
 Each rank sums over its own tokens; one sum and one maximum over the ranks make the step's metrics. Nothing here
 influences training. Called by `asyncrl.learner.update`.
 
-r = pi / mu of the trained tokens, before the update, mu as the engine reported it. Over all of them:
+r = pi / mu of the trained tokens, before the update of their minibatch, mu as the engine reported it. Over all
+of them:
 
     ratio_mean, ratio_min, ratio_max    of r
     ess            (sum r)^2 / (n sum r^2), in (0, 1]: effective sample size over sample size (Kong 1992)

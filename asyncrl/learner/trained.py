@@ -32,10 +32,11 @@ class Fitted(NamedTuple):
 class Trained:
     """Shards and optimiser of one model."""
 
-    def __init__(self, config: Config, policy: Policy, lr: float, name: str) -> None:
-        """`lr` is the peak learning rate; `name` is the model's in errors: "the critic"."""
+    def __init__(self, config: Config, policy: Policy, lr: float, name: str, idle_steps: int = 0) -> None:
+        """`lr` is the peak learning rate; `name` is the model's in errors: "the critic". In the first `idle_steps`
+        nothing is applied; the schedule begins after them."""
         self.policy = policy
-        self._name, self._steps = name, config.train.steps
+        self._name, self._steps, self._idle = name, config.train.steps, idle_steps
         self._settings = config.learner.model_copy(update={"lr": lr})
         self._root = model.units(policy)[0]
         for unit in model.units(policy):
@@ -67,8 +68,10 @@ class Trained:
                 self.optimizer.zero()
                 raise NotFinite(step, batch_id, f"{self._name}'s {what}")
         norm = math.sqrt(squared)
-        lr = learning_rate(self._settings, step, self._steps)
-        self.optimizer.step(lr, min(1.0, self._settings.grad_clip / (norm + 1e-6)))
+        lr = 0.0
+        if step > self._idle:
+            lr = learning_rate(self._settings, step - self._idle, self._steps - self._idle)
+            self.optimizer.step(lr, min(1.0, self._settings.grad_clip / (norm + 1e-6)))
         self.optimizer.zero()
         return Fitted(loss_of_all, norm, lr)
 

@@ -52,7 +52,12 @@ class Trainer:
         shared = config.critic.shared and "value" in self.algorithm.needs
         self.policy = model.load(path, config.model.dtype, self.ranks, value_head=shared)
         self.companions = Companions(config, self.algorithm, self.policy, path, self.ranks)
-        self._trained = Trained(config, self.policy, config.learner.lr, "the policy")
+        idle = config.critic.warmup_steps if "value" in self.algorithm.needs else 0
+        # A shared critic trains in the policy's own steps, which therefore cannot be left out.
+        self._trained = Trained(
+            config, self.policy, config.learner.lr, "the policy", idle_steps=0 if shared else idle
+        )
+        self._idle_steps = idle
         self.optimizer = self._trained.optimizer
         self.kl_coef = torch.tensor(self.algorithm.settings.kl_coef, dtype=torch.float64)
         """Coefficient of the divergence from the reference now."""
@@ -77,13 +82,11 @@ class Trainer:
             step: 1, 2, ...; fixes lags and learning rate.
 
         Raises:
-            NotFinite: nothing was applied.
+            NotFinite: that update was not applied; of several minibatches, those before it were.
             ValueError: the batch does not fit together.
         """
         share = rows.read(batch, tokens, logprobs, step, rows.lag_limit(self.config))
-        candidates = rows.build(share, share.candidate, np.ones(len(share.lengths)), {}, self.ranks.device)
-        metrics = self.companions.update_before(candidates, batch, share, step)
-        columns = self.companions.columns(candidates)
+        metrics, columns = self._ask_companions(batch, share, step)
         prepared = prepare(
             batch, share, columns, self.algorithm, self.config.sampling.max_tokens, float(self.kl_coef),
             self.config.learner.minibatches, self.ranks.device,
@@ -93,7 +96,7 @@ class Trainer:
         metrics |= fitted | prepared.metrics | self._batch_metrics(batch, prepared)
         metrics |= token_metrics(packed, outputs, self.ranks.device)
         self.companions.renew_reference(step)
-        self._adapt(metrics, len(batch.episodes))
+        self._adapt(metrics, int(prepared.outcomes.valid.sum()))
         self.step = step
         return metrics
 
@@ -138,6 +141,14 @@ class Trainer:
         state = parameters | {f"optimizer.{name}": value for name, value in self.optimizer.state().items()}
         state |= {f"companion.{name}": value for name, value in self.companions.state().items()}
         return state | ({"kl_coef": self.kl_coef} if self.algorithm.settings.kl_target else {})
+
+    def _ask_companions(self, batch: Batch, share: Share, step: int) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Metrics of those that learn before they are asked, and what all say about the share's candidates."""
+        if not self.companions.wanted:
+            return {}, {}
+        candidates = rows.build(share, share.candidate, np.ones(len(share.lengths)), {}, self.ranks.device)
+        metrics = self.companions.update_before(candidates, batch, share, step)
+        return metrics, self.companions.columns(candidates)
 
     def _minibatches(
         self, packed: Sequence[Row], values: Sequence[Fit] | None, step: int, batch_id: int
@@ -187,7 +198,7 @@ class Trainer:
         for part, totals in enumerate(prepared.totals):
             chosen = parts == part
             weight[chosen] = self.algorithm.aggregation(counted[torch.from_numpy(chosen)], totals).numpy()
-        if self.companions.critic is not None and self.step < self.config.critic.warmup_steps:
+        if self.step < self._idle_steps:
             weight[:] = 0
         return rows.build(share, prepared.trained, weight, prepared.columns, self.ranks.device)
 
@@ -200,6 +211,7 @@ class Trainer:
         ends = np.cumsum(share.row_sizes)
         by_row = [int(counted[end - size : end].sum()) for end, size in zip(ends, share.row_sizes, strict=True)]
         share_of = np.array([1 / totals.tokens for totals in prepared.totals])[prepared.parts][share.episode]
+        share_of = share_of * prepared.outcomes.valid.numpy()[share.episode]
         weight = torch.from_numpy(np.repeat(share_of, counted)).float()
         columns_of = (columns["value"][kept], prepared.targets.float()[kept], weight)
         cut = [column.to(self.ranks.device).split(by_row) for column in columns_of]

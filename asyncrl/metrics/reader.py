@@ -79,7 +79,8 @@ class EpisodeRow:
     greedy: bool
     """A baseline of its group, sampled at temperature 0 and in no row of a batch."""
     rewards: dict[str, float]
-    """The environment's rewards by name, summed over turns."""
+    """Parts of `reward` by name, before their weights: the environment's, summed over turns, and those of the
+    reward functions and model."""
 
 
 class RunReader:

@@ -34,18 +34,18 @@ def test_functions_and_a_model_reward_every_episode_and_a_killed_scorer_is_only_
 ) -> None:
     run = start(
         "--reward.functions", json.dumps([f"{EXAMPLE}:brief", f"{EXAMPLE}:compute_score"]),
-        "--reward.weights", json.dumps(WEIGHTS), "--reward.model", str(reward_model), "--steps", "6",
+        "--reward.weights", json.dumps(WEIGHTS), "--reward.model", str(reward_model), "--steps", "12",
     )  # fmt: skip
     run.wait_for_step(2)
     run.kill("scorer")
     assert run.wait() == 0, run.output()
     with run.reader() as reader:
-        account(reader, 6, 16)
+        account(reader, 12, 16)
         episodes = reader.episodes(state="trained", limit=1000)
         events = [(event.source, event.what) for event in reader.events()]
     assert ("scorer", "died") in events
     assert events.count(("scorer", "started")) == 2
-    assert len(episodes) >= 6 * 16
+    assert len(episodes) >= 12 * 16
     for episode in episodes:
         assert set(episode.rewards) == set(WEIGHTS)
         assert episode.reward == pytest.approx(sum(WEIGHTS[name] * x for name, x in episode.rewards.items()))

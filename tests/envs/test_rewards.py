@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import subprocess
 import sys
 import threading
@@ -210,29 +211,97 @@ async def test_two_rewards_of_one_name_cannot_be_told_apart_and_fail_the_episode
 # ---- time ------------------------------------------------------------------------------------------
 
 
-async def test_a_function_that_does_not_answer_in_time_fails_its_own_episode_only(load: Load) -> None:
-    source = """
-def hangs(task):
-    while task.id == "slow": pass
-    return 1.0
-async def waits(task): await asyncio.sleep(3600 if task.id == "late" else 0)
-"""
-    rewards = load(source, "hangs", "waits", timeout_s=0.3)
-    views = [EpisodeView(Task(name, []), [], VIEW.turns, "completed") for name in ("slow", "late", "fine")]
-    results = await asyncio.gather(*(rewards.of(view, {}) for view in views), return_exceptions=True)
-    for result, name in zip(results, ("hangs", "waits"), strict=False):
-        assert isinstance(result, RewardFault)
-        assert result.status is EpisodeStatus.FAILED_TIME
-        assert str(result) == f"reward function '{name}' did not answer within reward.timeout_s = 0.3 s"
-    assert results[2] == {"hangs": 1.0}
+@pytest.mark.parametrize(
+    "source", ["def {}(task):\n    while True: pass", "async def {}(task): await asyncio.sleep(3600)"]
+)
+async def test_a_function_that_does_not_answer_in_time_fails_its_own_episode_only(load: Load, source: str) -> None:
+    hangs = load(source.format("hangs"), "hangs", timeout_s=0.3)
+    fine = load("def fine(task): return 1.0", "fine", timeout_s=600)
+    failure, reward = await asyncio.gather(_fails(hangs), fine.of(VIEW, {}))
+    assert failure[0] is EpisodeStatus.FAILED_TIME
+    assert failure[1] == "reward function 'hangs' did not answer within reward.timeout_s = 0.3 s"
+    assert reward == {"fine": 1.0}
+
+
+async def _until(happened: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not happened():
+            await asyncio.sleep(0.01)
 
 
 async def test_a_loop_without_end_is_stopped_and_leaves_no_thread(load: Load) -> None:
     rewards = load("def reward(final):\n    while True: pass", timeout_s=0.1)
     assert (await _fails(rewards))[0] is EpisodeStatus.FAILED_TIME
-    async with asyncio.timeout(20):
-        while any(thread.name == "reward" for thread in threading.enumerate()):
-            await asyncio.sleep(0.01)
+    await _until(lambda: all(thread.name != "reward" for thread in threading.enumerate()))
+
+
+async def test_a_thread_that_has_ended_is_not_stopped_for_its_ident_may_be_anothers(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hit: list[Any] = []
+    monkeypatch.setattr(ctypes.pythonapi, "PyThreadState_SetAsyncExc", lambda ident, _: hit.append(ident.value))
+    source = """
+go, ran = threading.Event(), []
+def reward(final):
+    ran.append(threading.current_thread())
+    go.wait()
+"""
+    rewards = load(source)
+    its = rewards._functions["reward"].function.__globals__
+    task = asyncio.create_task(rewards.of(VIEW, {}))
+    await _until(lambda: bool(its["ran"]))
+    its["go"].set()
+    its["ran"][0].join()  # The loop stands still meanwhile, so it has not heard of the result yet.
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert hit == []
+
+
+async def test_calls_that_hang_keep_their_room_so_there_are_never_more_of_them_than_room(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.envs.rewards.THREADS", 2)
+    source = """
+go, ran = threading.Event(), []
+def reward(final):
+    try:
+        ran.append(final)
+        go.wait()
+    except SystemExit:
+        go.wait()
+"""
+    rewards = load(source, timeout_s=600)
+    its = rewards._functions["reward"].function.__globals__
+    hung = [asyncio.create_task(rewards.of(VIEW, {})) for _ in range(2)]
+    await _until(lambda: len(its["ran"]) == 2)
+    for task in hung:
+        task.cancel()
+    await asyncio.gather(*hung, return_exceptions=True)
+    rewards._settings = Reward(timeout_s=0.05)
+    for _ in range(3):
+        status, text = await _fails(rewards)
+        assert status is EpisodeStatus.FAILED_TIME
+        assert text.endswith("did not answer within reward.timeout_s = 0.05 s; 2 calls of it are still running")
+    assert len(its["ran"]) == 2
+    its["go"].set()
+    await _until(lambda: rewards._room["reward"]._value == 2)
+
+
+async def test_a_thread_that_cannot_be_started_fails_the_episode_and_keeps_no_room(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    rewards = load("def reward(final): return 1.0")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", full)
+        for _ in range(THREADS + 1):
+            status, text = await _fails(rewards)
+    assert status is EpisodeStatus.FAILED_ENVIRONMENT
+    assert "none can be started: can't start new thread" in text
+    assert await rewards.of(VIEW, {}) == {"reward": 1.0}
 
 
 async def test_a_sync_function_does_not_hold_up_the_loop_or_its_like(load: Load) -> None:
@@ -251,13 +320,20 @@ async def last(final): return 1.0
 
 
 async def test_a_revoked_episode_cancels_what_is_called_for_it(load: Load) -> None:
-    rewards = load("def reward(final):\n    while True: pass", timeout_s=600)
+    source = """
+running = []
+def reward(final):
+    running.append(threading.current_thread())
+    while True: pass
+"""
+    rewards = load(source, timeout_s=600)
+    running = rewards._functions["reward"].function.__globals__["running"]
     task = asyncio.create_task(rewards.of(VIEW, {}))
-    while not any(thread.name == "reward" for thread in threading.enumerate()):
-        await asyncio.sleep(0.01)
+    await _until(lambda: bool(running))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    await _until(lambda: not running[0].is_alive())
 
 
 async def test_a_model_that_does_not_answer_is_named_with_its_address(load: Load) -> None:

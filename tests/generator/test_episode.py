@@ -357,16 +357,21 @@ async def test_a_truncated_episode_is_judged_and_one_without_a_turn_is_not(play:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "detail"),
+    ("body", "limit", "status", "detail"),
     [
-        ("raise KeyError('lost')", "failed_environment", "reward function 'judge' raised KeyError: 'lost'"),
-        ("while True: pass", "failed_time", "'judge' did not answer within reward.timeout_s = 0.2 s"),
+        ("raise KeyError('lost')", {}, "failed_environment", "reward function 'judge' raised KeyError: 'lost'"),
+        (
+            "while True: pass",
+            {"timeout_s": 0.2},
+            "failed_time",
+            "'judge' did not answer within reward.timeout_s = 0.2 s",
+        ),
     ],
 )
 async def test_a_function_that_fails_fails_the_episode_which_then_has_no_reward_at_all(
-    play: Play, judged: Any, body: str, status: str, detail: str
+    play: Play, judged: Any, body: str, limit: dict[str, float], status: str, detail: str
 ) -> None:
-    reward = judged(f"def judge(final):\n    {body}", timeout_s=0.2)
+    reward = judged(f"def judge(final):\n    {body}", **limit)
     played = await play(["two."], [DONE], reward=reward)
     assert played.result == (status, None, 1)
     assert played.ends[0].rewards == {}

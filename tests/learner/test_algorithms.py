@@ -39,6 +39,8 @@ def test_no_algorithm_depends_on_ranks_packing_or_workspace(
         name: make_config(algo=settings_of(name), critic={"lr": 1e-3}, process_reward={"lr": 1e-3})
         for name in presets
     }
+    configs["full KL"] = make_config(algo={"name": "grpo", "kl": "full", "kl_coef": 0.1})
+    configs["shared critic"] = make_config(algo={"name": "ppo"}, critic={"shared": True})
     common = {"model": str(model_folder), "steps": 2, "folder": str(tmp_path / "unused")}
     on_two = run_ranks(2, [common | {"config": config.model_dump()} for config in configs.values()])
     for (name, config), (two, weights_of_two) in zip(configs.items(), on_two, strict=True):
@@ -116,7 +118,7 @@ def test_an_adaptive_kl_coefficient_moves_towards_its_target_and_is_in_the_check
     trainer = Trainer(make_config(algo=algo), model_folder)
     first = trainer.train(*batches.share(1), 1)
     assert first["kl_coef"] == pytest.approx(0.1)
-    assert trainer.state()["kl_coef"].item() == pytest.approx(0.1 * (1 + 0.2 * 14 / 100))
+    assert trainer.state()["kl_coef"].item() == pytest.approx(0.1 * (1 + 0.2 * 13 / 100))  # one has no reward
 
 
 def test_a_reference_that_follows_the_policy_is_at_no_distance_after_its_step(
@@ -136,3 +138,34 @@ def test_a_reference_that_follows_the_policy_is_at_no_distance_after_its_step(
     assert distances[0] > 1e-3
     assert distances[1] < 1e-6
     assert any(name.startswith("companion.reference.") for name in trainer.state())
+
+
+def test_while_the_critic_warms_up_the_policy_stays_and_its_schedule_waits(
+    alone, model_folder, make_config, batches
+):
+    config = make_config(algo={"name": "ppo"}, critic={"warmup_steps": 2}, learner={"weight_decay": 0.1})
+    trainer = Trainer(config, model_folder)
+    before = whole(trainer)
+    metrics = [trainer.train(*batches.share(step), step) for step in (1, 2)]
+    assert all(torch.equal(before[name], tensor) for name, tensor in whole(trainer).items())
+    assert [row["lr"] for row in metrics] == [0, 0]
+    assert metrics[0]["value_loss"] != metrics[1]["value_loss"]
+    third = trainer.train(*batches.share(3), 3)
+    assert third["lr"] == pytest.approx(config.learner.lr / config.learner.warmup_steps)
+    assert any(not torch.equal(before[name], tensor) for name, tensor in whole(trainer).items())
+
+
+def test_marks_are_a_share_of_the_tokens_that_are_trained(alone, model_folder, make_config, batches):
+    algo = {"name": "kl-cov", "loss_args": {"share": 0.2, "coef": 1.0}}
+    trainer = Trainer(make_config(algo=algo, staleness={"over_age": "mask", "max_lag": 1}), model_folder)
+    marked = []
+    loss = trainer.algorithm.loss
+
+    def spy(logp, tokens):
+        marked.append(tokens.mark)
+        return loss(logp, tokens)
+
+    object.__setattr__(trainer.algorithm, "loss", spy)
+    metrics = trainer.train(*batches.share(5), 5)
+    assert 0 < metrics["tokens_trained"] < metrics["tokens_sampled"]
+    assert torch.cat(marked).sum() == int(0.2 * metrics["tokens_trained"])

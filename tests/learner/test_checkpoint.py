@@ -44,9 +44,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(alone, make_config
     ],
     ids=["critic", "shared critic", "process reward", "reference and coefficient"],
 )
-def test_the_models_beside_the_policy_resume_too(
-    alone, make_config, model_folder, batches, tmp_path, sections
-):
+def test_the_models_beside_the_policy_resume_too(alone, make_config, model_folder, batches, tmp_path, sections):
     config = make_config(**sections)
     trainer = Trainer(config, model_folder)
     checkpointer = Checkpointer(tmp_path, Checkpoint())

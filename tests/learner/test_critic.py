@@ -127,7 +127,7 @@ def test_a_target_that_is_not_finite_leaves_the_critic_untouched(
     critic.fit(rows, fits, 1, 1)
     before = model_jobs.whole(critic.state())
     poisoned = [(old, target * torch.nan, weight) for old, target, weight in fits]
-    with pytest.raises(NotFinite, match="step 2: the critic's loss of batch 7"):
+    with pytest.raises(NotFinite, match="step 2: the critic's loss is not finite on batch 7"):
         critic.fit(rows, poisoned, 2, 7)
     after = model_jobs.whole(critic.state())
     assert all(torch.equal(before[name], after[name]) for name in before)

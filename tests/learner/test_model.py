@@ -129,7 +129,7 @@ def test_bfloat16_trains_on_float32_master_weights(alone, make_config, model_fol
 
 
 def test_a_missing_folder_is_named(alone, make_config, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no Hugging Face folder there"):
+    with pytest.raises(FileNotFoundError, match=r"^\S*nothing: no Hugging Face folder there"):
         Trainer(make_config(), tmp_path / "nothing")
 
 

@@ -113,7 +113,7 @@ def test_a_loss_that_is_not_finite_leaves_the_model_untouched(alone, config, mod
     before = model_jobs.whole(found.state())
     rows, outcomes = model_jobs.rows_of(batches.share(1))
     outcomes[0][0] = torch.inf
-    with pytest.raises(NotFinite, match="step 1: the process reward model's loss of batch 3"):
+    with pytest.raises(NotFinite, match="step 1: the process reward model's loss is not finite on batch 3"):
         found.update(rows, outcomes, 1, 3)
     after = model_jobs.whole(found.state())
     assert all(torch.equal(before[name], after[name]) for name in before)

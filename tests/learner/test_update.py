@@ -216,7 +216,7 @@ def test_a_log_prob_that_is_not_finite_leaves_the_weights_untouched(alone, model
     before = whole(trainer)
     state = {name: value.clone() for name, value in trainer.optimizer.state().items()}
     batch, tokens, logprobs = batches.share(2)
-    with pytest.raises(NotFinite, match="step 2: the policy's loss of batch 2") as caught:
+    with pytest.raises(NotFinite, match="step 2: the policy's loss is not finite on batch 2") as caught:
         trainer.train(batch, tokens, np.full_like(logprobs, np.nan), 2)
     assert (caught.value.step, caught.value.batch_id, trainer.step) == (2, 2, 1)
     assert all(torch.equal(before[name], after) for name, after in whole(trainer).items())

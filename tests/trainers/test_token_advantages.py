@@ -144,13 +144,16 @@ def test_gae_equals_its_sum_of_errors(batch, gamma, lam, whiten):
 
 
 @given(batch=batches(), gamma=factors, lam=factors, caps=st.tuples(*[st.sampled_from([0.7, 1.0, 3.0])] * 2),
-       whiten=st.booleans())  # fmt: skip
+       scale=st.booleans())  # fmt: skip
 @settings(max_examples=30, deadline=None)
-def test_vtrace_equals_its_recursion(batch, gamma, lam, caps, whiten):
+def test_vtrace_equals_its_recursion(batch, gamma, lam, caps, scale):
     given = {"gamma": gamma, "lam": lam, "rho_max": caps[0], "c_max": caps[1]}
     plain = [slow_vtrace(e, **given)[1] if e.valid else [0.0] * e.n for e in batch]
-    expected = whitened_tokens(batch, plain) if whiten else plain
-    assert_close(estimate("vtrace", batch, **given, whiten=whiten), expected)
+    known = [x for e, part in zip(batch, plain, strict=True) if e.valid for x in part]
+    std = float(np.std(known, ddof=1)) if len(known) > 1 else 1.0
+    factor = 1 / std if scale and std > 1e-8 else 1.0
+    expected = [[factor * x for x in part] for part in plain]
+    assert_close(estimate("vtrace", batch, **given, scale=scale), expected)
     assert_targets("vtrace", batch, lambda e: slow_vtrace(e, **given)[0], **given)
 
 
@@ -167,9 +170,18 @@ def test_on_policy_vtrace_is_gae_with_lambda_one(batch, gamma):
     for e in batch:
         e.tokens["behaviour"] = e.tokens["logp"]
     assert_close(
-        estimate("vtrace", batch, gamma=gamma, whiten=False),
+        estimate("vtrace", batch, gamma=gamma, scale=False),
         estimate("gae", batch, gamma=gamma, lam=1.0, whiten=False),
     )
+
+
+def test_a_token_that_the_policy_has_left_keeps_no_advantage_when_vtrace_scales():
+    near, far = {"value": [0.0], "logp": [-1.0], "behaviour": [-1.0]}, {"value": [0.0], "logp": [-16.0]}
+    batch = [Episode(0, 1.0 + i % 2, 1, tokens=dict(near)) for i in range(6)]
+    batch.append(Episode(0, 1.0, 1, tokens=far | {"behaviour": [-1.0]}))
+    *others, left = estimate("vtrace", batch)
+    assert min(part[0] for part in others) > 0.5
+    assert abs(left[0]) < 1e-5
 
 
 def test_nothing_is_expected_after_a_truncated_episode():
@@ -180,5 +192,5 @@ def test_nothing_is_expected_after_a_truncated_episode():
 @pytest.mark.parametrize("name", TARGETS)
 def test_targets_take_the_parameters_of_their_estimator_but_whitening(name):
     taken = set(inspect.signature(TARGETS[name]).parameters) - {"outcomes"}
-    assert taken == ADVANTAGES[name].parameters.keys() - {"whiten"}
+    assert taken == ADVANTAGES[name].parameters.keys() - {"whiten", "scale"}
     assert {name for name, part in ADVANTAGES.items() if "value" in part.needs} == set(TARGETS)

@@ -1,0 +1,81 @@
+"""Calls in threads of their own: one that hangs takes no thread from the others, and keeps no process alive.
+
+Called for reward functions (`asyncrl.envs.rewards`) and for the batches of the scorer (`asyncrl.scorer`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+Outcome = tuple[Any, BaseException | None]
+"""What a function returned, or else what it raised: a value, for a future takes no StopIteration."""
+
+
+class _Call:
+    """A call and the thread that it runs in. `ended` is called in that thread, once, after everything else."""
+
+    def __init__(self, call: Callable[[], Any], ended: Callable[[Outcome], None]) -> None:
+        self._call = call
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._finished = False
+        self._thread = threading.Thread(target=self._run, name="reward", daemon=True)
+        self.start = self._thread.start
+
+    def stop(self) -> None:
+        """Tells the thread to exit, which ends a loop in Python; a call into C goes on to its own end first."""
+        with self._lock:
+            # A thread that has ended must not be meant: its ident may be another's by now.
+            if not self._finished:
+                ident = ctypes.c_ulong(self._thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+
+    def _run(self) -> None:
+        outcome: Outcome = None, SystemExit()
+        try:
+            try:
+                outcome = self._call(), None
+            except BaseException as error:  # Whatever it is, it is the function's; it fails its episode.
+                outcome = None, error
+            with self._lock:
+                self._finished = True
+        except SystemExit:
+            pass  # From a `stop` that came late; there is only one, and none from here on.
+        self._ended(outcome)
+
+
+async def in_thread(call: Callable[[], Any], room: asyncio.Semaphore) -> Outcome:
+    """Runs a call in a thread of its own, once there is room.
+
+    When the wait is cancelled the thread is told to exit. Its room is given back when it has ended, not before, so
+    calls that hang are never more than the room.
+    """
+    await room.acquire()
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Outcome] = loop.create_future()
+
+    def settle(result: Outcome) -> None:
+        room.release()
+        if not outcome.done():
+            outcome.set_result(result)
+
+    def ended(result: Outcome) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop was closed meanwhile: nobody waits any more.
+            loop.call_soon_threadsafe(settle, result)
+
+    running = _Call(call, ended)
+    try:
+        running.start()
+    except RuntimeError as error:
+        room.release()
+        return None, RuntimeError(f"it needs a thread of its own, and none can be started: {error}")
+    try:
+        return await outcome
+    except asyncio.CancelledError:
+        running.stop()
+        raise
