@@ -39,14 +39,14 @@ def test_a_run_trains_every_episode_once_and_leaves_no_process(start, account) -
 
 
 def test_greedy_baselines_are_leased_and_accounted_for_like_all_episodes(start, account) -> None:
-    run = start("--algo", "remax", "--steps", "6")
+    run = start("--algo", "remax", "--steps", "10")
     run.wait_for_step(2)
     run.kill("generator-1")
     assert run.wait() == 0, run.output()
     with run.reader() as reader:
-        account(reader, 6, 20)
+        account(reader, 10, 20)
         greedy = reader._one("SELECT count(*) FROM episode WHERE greedy AND state = 'trained'")
-        assert greedy == 6 * 4
+        assert greedy == 10 * 4
 
 
 @pytest.mark.parametrize("victim", ["generator-0", "hub", "learner-0"])
