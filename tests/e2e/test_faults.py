@@ -40,7 +40,7 @@ def test_a_run_trains_every_episode_once_and_leaves_no_process(start, account) -
 
 def test_greedy_baselines_are_leased_and_accounted_for_like_all_episodes(start, account) -> None:
     run = start("--algo", "remax", "--steps", "10")
-    run.wait_for_step(2)
+    run.wait_for_step(4)
     run.kill("generator-1")
     assert run.wait() == 0, run.output()
     with run.reader() as reader:
