@@ -113,6 +113,7 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
     parser.add_argument("--tasks", type=int, metavar="INT", help="held-out tasks [eval.tasks]")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options, config = _settings(parser, arguments)
+    from asyncrl.evaluate import report
     from asyncrl.launch import check_model, resolved, stored
 
     target = Path(options.target).expanduser()
@@ -129,11 +130,6 @@ def _eval(parser: Parser, arguments: list[str]) -> int:
         parser.error(f"--tasks {tasks}: at least 1 task is needed")
     one = config.generator.model_copy(update={"count": 1, "gpus": []})
     config = resolved(config.model_copy(update={"generator": one}))
-    # It is read once, when torch is loaded, and vLLM's CPU kernels fail if the threads that call them disagree in
-    # it. Generators have it from the supervisor.
-    os.environ["OMP_NUM_THREADS"] = str(config.generator.threads)
-    from asyncrl.evaluate import report
-
     text, status = report(config, str(model), tasks, as_json=options.json)
     print(text)
     return status

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import psutil
 import pytest
 
+ASYNCRL = [sys.executable, "-P", "-m", "asyncrl"]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")]
 
 
@@ -39,6 +43,13 @@ def test_a_run_on_vllm_updates_its_weights_in_flight_and_loses_nothing(start, ac
         # In fp32 with recomputed keys an engine's log-probs are the learner's, so only the lag moves the ratio.
         largest = max(row.metrics["ratio_max"] for row in reader.steps())
     assert 1.0 < largest < 20.0
+    if kv == "keep":
+        # From a plain shell, which does not say how many threads a kernel takes.
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        command = [*ASYNCRL, "eval", str(run.dir), "--tasks", "64", "--json"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout.splitlines()[-1])["rewarded"] == 64
 
 
 @pytest.mark.parametrize("victim", ["EngineCore", "Worker"])

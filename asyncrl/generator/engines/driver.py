@@ -57,6 +57,7 @@ class EngineDriver:
         flush_s: float = 0.5,
         stall_s: float = 600.0,
         loop: asyncio.AbstractEventLoop | None = None,
+        entered: Callable[[], object] | None = None,
     ) -> None:
         """Starts the thread.
 
@@ -65,10 +66,12 @@ class EngineDriver:
             flush_s: tokens reach their consumers at most about this many seconds after they were sampled.
             stall_s: a consumer gives the engine up when no step or command has ended for so long.
             loop: the event loop that the driver belongs to; default: the running one.
+            entered: called first in the driver's thread. OpenMP keeps the number of kernel threads for each thread
+                that calls kernels, so what the thread that loaded the engine has set does not hold here.
         """
         self.stats = EngineStats()
         self._engine = step_engine
-        self._flush_s, self._stall_s = flush_s, stall_s
+        self._flush_s, self._stall_s, self._entered = flush_s, stall_s, entered
         self._loop = loop or asyncio.get_running_loop()
         self._wake = threading.Condition()
         self._commands: deque[_Command] = deque()  # guarded by _wake
@@ -212,6 +215,8 @@ class EngineDriver:
     def _run(self) -> None:
         """The thread. Its boundary turns any exception into the engine's death."""
         try:
+            if self._entered is not None:
+                self._entered()
             flushed = time.monotonic()
             while (commands := self._next_commands()) is not None:
                 if commands:

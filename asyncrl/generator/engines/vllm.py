@@ -18,6 +18,7 @@ import asyncio
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from asyncrl.config import Config
@@ -50,9 +51,14 @@ def open_vllm(config: Config, model_path: str, loop: asyncio.AbstractEventLoop, 
         from asyncrl.generator.engines.vllm_async import AsyncVllmEngine
 
         return AsyncVllmEngine(config, model_path, loop, version)
+    import torch
+
     from asyncrl.generator.engines.driver import EngineDriver
 
-    return EngineDriver(VllmEngine(config, model_path, version), stall_s=config.generator.stall_s, loop=loop)
+    # Taken now, because vLLM's worker turns torch's function into one that does nothing.
+    entered = partial(torch.set_num_threads, config.generator.threads)
+    engine = VllmEngine(config, model_path, version)
+    return EngineDriver(engine, stall_s=config.generator.stall_s, loop=loop, entered=entered)
 
 
 class VllmEngine:

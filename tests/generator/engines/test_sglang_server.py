@@ -69,7 +69,7 @@ def ended(pid: int) -> bool:
                 return True
         except (FileNotFoundError, ProcessLookupError):
             return True
-        time.sleep(0.02)
+        time.sleep(0.02)  # It is not our child, so nobody tells us when it ends.
     return False
 
 
@@ -148,6 +148,7 @@ def test_a_python_without_sglang_is_reported(tmp_path, capfd):
 
 
 def test_a_server_that_does_not_get_ready_is_ended(sglang, tmp_path):
+    # The server that sleeps is the fault: it lives, and never says that it is ready.
     sglang(f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)")
     with pytest.raises(EngineDead, match=r"not ready within 2 s \(sglang.start_timeout_s\)"):
         opened(config(sglang={"start_timeout_s": 2.0}), tmp_path, None)
@@ -155,6 +156,7 @@ def test_a_server_that_does_not_get_ready_is_ended(sglang, tmp_path):
 
 
 def test_a_server_dies_with_its_generator(sglang, tmp_path):
+    # This one sleeps so that it outlives its generator unless it is told to end.
     sglang(f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)")
     code = """
         import asyncio
@@ -168,7 +170,7 @@ def test_a_server_dies_with_its_generator(sglang, tmp_path):
     generator = subprocess.Popen([sys.executable, "-P", "-c", textwrap.dedent(code)])
     deadline = time.monotonic() + 30
     while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(0.02)  # Another process writes the file; there is no event to wait for.
     pid = int((tmp_path / "pid").read_text())
     generator.kill()
     generator.wait()

@@ -245,7 +245,7 @@ def test_vllm_s_processes_end_with_a_killed_generator(model_of, tmp_path):
     owner.wait()
     deadline = time.monotonic() + 20
     while (left := _session(owner.pid) & others) and time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(0.1)  # They are not our children, so nobody tells us when they end.
     assert not left
 
 
