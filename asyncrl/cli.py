@@ -33,9 +33,11 @@ COMMANDS: dict[str, str] = {
     "hub": "run the hub (for schedulers; `train` starts it)",
     "generator": "run one generator, on any machine that reaches the hub",
     "scorer": "serve a reward model to generators (`train` starts it)",
+    "env-worker": "serve an environment from a Python of its own, for `--env worker`",
     "learner": "run one learner rank, with the torchrun variables set",
     "doctor": "check this machine: versions, sockets, disk, plug-ins",
     "algos": "list algorithms and their parts; `algos show NAME` explains one",
+    "envs": "list environments; show, check or begin one: `envs show|check|new NAME`",
 }
 
 
@@ -263,6 +265,12 @@ def _algos(parser: Parser, arguments: list[str]) -> int:
     return 0
 
 
+def _envs(parser: Parser, arguments: list[str]) -> int:
+    from asyncrl.envs_command import run
+
+    return run(parser, arguments)
+
+
 # ---- commands for schedulers -----------------------------------------------------------------------
 
 
@@ -348,6 +356,35 @@ def _scorer(parser: Parser, arguments: list[str]) -> int:
     return _loop(serve)
 
 
+def _env_worker(parser: Parser, arguments: list[str]) -> int:
+    parser.add_argument("--env", required=True, metavar="NAME", help="the environment, as for `train`")
+    parser.add_argument("--env.args", dest="args", metavar="JSON", help="its keyword arguments [{}]")
+    parser.add_argument("--endpoint", required=True, metavar="ADDRESS", help="where to listen: tcp://host:port")
+    parser.add_argument("--threads", type=int, default=1, metavar="INT", help="for environments that block [1]")
+    parser.add_argument(
+        "--silence", type=float, default=60.0, metavar="S", help="closes a silent client's episodes"
+    )
+    _add_parent(parser)
+    from asyncrl import settings
+
+    rest, entries = settings.split_entries(arguments)
+    options = parser.parse_args(rest)
+    if options.threads < 1 or not 0 < options.silence < float("inf"):
+        parser.error(f"--threads {options.threads} --silence {options.silence:g}: at least 1, and more than 0 s")
+    env = settings.read([], {"env.name": options.env, "env.args": options.args, **entries}).env
+    _adopt(options)
+
+    async def serve() -> NoReturn:
+        from asyncrl.envs.worker import serve
+
+        status = await serve(env.name, env.args, options.endpoint, options.threads, options.silence)
+        sys.stdout.flush()
+        # An episode that hangs in a thread must not keep a finished process alive.
+        os._exit(status)
+
+    return _loop(serve)
+
+
 def _learner(parser: Parser, arguments: list[str]) -> int:
     parser.add_argument("--hub", required=True, metavar="ADDRESS", help="tcp://host:port")
     _add_wait(parser)
@@ -371,9 +408,11 @@ _HANDLERS: dict[str, Callable[[Parser, list[str]], int]] = {
     "hub": _hub,
     "generator": _generator,
     "scorer": _scorer,
+    "env-worker": _env_worker,
     "learner": _learner,
     "doctor": _doctor,
     "algos": _algos,
+    "envs": _envs,
 }
 
 

@@ -43,6 +43,9 @@ class Model(Section):
     dtype: Dtype = "float32"
     """Precision of the forward pass, in learner and engine; master weights are always float32. float16 is not
     offered: gradients of a batch's mean underflow in it."""
+    renderer: str = "auto"
+    """Who reads tool calls and appends turns. auto: asyncrl by the chat template, and for formats that it does not
+    know the library `renderers`, if installed; template: never the library; or the name of one of its families."""
 
 
 class Algo(Section):
@@ -113,6 +116,12 @@ class Env(Section):
     """An episode that needs more turns is truncated."""
     timeout_s: PositiveFloat = 30.0
     """Time limit of each reset and step of the environment."""
+    tool_tokens: PositiveInt = 1024
+    """Most tokens of one tool's answer; what is longer is cut, and the model is told."""
+    pass_rate: tuple[FiniteFloat, FiniteFloat] | None = None
+    """Curriculum: a task is drawn again only while the mean reward of its last group lies within these bounds."""
+    revisit: float = Field(0.1, ge=0.01, le=1)
+    """Share of the other tasks that are drawn all the same, for the policy changes."""
 
 
 class Reward(Section):
@@ -181,8 +190,9 @@ class Generator(Section):
 
     count: PositiveInt = 2
     """Number of generator processes that the supervisor starts."""
-    engine: Literal["auto", "transformers", "vllm", "sglang"] = "auto"
-    """Inference engine. auto: on a GPU the first installed of vllm and sglang, else transformers (embedded)."""
+    engine: str = "auto"
+    """Inference engine: transformers (embedded), vllm, sglang, an installed one (entry point `asyncrl.engines`),
+    or `pkg.mod:open`, `file.py:open`. auto: on a GPU the first installed of vllm and sglang, else transformers."""
     device: str = "cpu"
     """torch device type of the engine: cpu or cuda."""
     gpus: list[int] = []
@@ -381,6 +391,8 @@ class Track(Section):
     """Project at Weights & Biases."""
     tensorboard: bool = False
     """Write TensorBoard event files into the run's folder (needs the extra `tensorboard`)."""
+    plugins: list[str] = []
+    """Further trackers: installed ones (entry point `asyncrl.trackers`), or `pkg.mod:Class`, `file.py:Class`."""
 
 
 class Toy(Section):

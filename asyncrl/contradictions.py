@@ -48,6 +48,8 @@ def refuse(config: Config) -> None:
             f"hub.lease_s = {config.hub.lease_s} must be at least three heartbeats "
             f"(hub.heartbeat_s = {config.hub.heartbeat_s})"
         )
+    if config.env.pass_rate is not None and config.env.pass_rate[0] > config.env.pass_rate[1]:
+        raise ValueError(f"env.pass_rate = {config.env.pass_rate}: the lower bound comes first")
     _refuse_reward(config)
 
 

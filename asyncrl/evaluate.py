@@ -18,7 +18,7 @@ from asyncrl.envs.registry import load
 from asyncrl.generator.engines.select import open_engine
 from asyncrl.generator.episode import EpisodeRunner, World
 from asyncrl.generator.record import TokenRecord
-from asyncrl.messages import Chunk, EpisodeEnd, Lease, Task
+from asyncrl.messages import Chunk, EpisodeEnd, Lease, Task, Turn
 from asyncrl.scorer import rewards_here
 from asyncrl.settings import UsageError
 
@@ -50,6 +50,9 @@ class _Collector:
     def chunk(self, chunk: Chunk, tokens: list[int], logprobs: list[float]) -> None:
         self.tokens += chunk.n if chunk.sampled else 0
 
+    def turn(self, turn: Turn) -> None:
+        """Nothing goes on elsewhere."""
+
     def end(self, end: EpisodeEnd) -> None:
         self.ends.append(end)
 
@@ -66,7 +69,8 @@ async def evaluate(config: Config, model_path: str, tasks: int) -> Evaluation:
     engine = await asyncio.to_thread(open_engine, config, model_path, asyncio.get_running_loop())
     try:
         async with rewards_here(config.reward) as rewards:
-            await _run(World(config, environment, ChatFormat(model_path), engine, sink, rewards), held_out)
+            chat = ChatFormat(model_path, config.model.renderer)
+            await _run(World(config, environment, chat, engine, sink, rewards), held_out)
     finally:
         await engine.close()
     return _summed_up(sink)

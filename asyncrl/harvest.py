@@ -1,4 +1,4 @@
-"""What the episodes that ended have brought: their mean reward, and why a run may be without a batch for ever.
+"""What the episodes that ended have brought: mean reward, turns and counts, and why a run may wait for ever.
 
 The scheduler decides what becomes of an episode; this only counts, in memory, between two steps and between two
 batches. Called by the hub.
@@ -22,6 +22,7 @@ class Harvest:
     def __init__(self, config: Config, filtered_groups: int) -> None:
         self._config = config
         self._rewards: list[float] = []
+        self._counts: Counter[str] = Counter()
         self.batch_served(filtered_groups)
 
     def ended(self, end: EpisodeEnd, episode: Episode) -> None:
@@ -32,15 +33,19 @@ class Harvest:
             self._failures[reason] += 1
         elif end.reward is not None and not episode.greedy:
             self._rewards.append(end.reward)
+            self._counts.update({"turns": end.turns} | {f"env/{name}": n for name, n in end.info.items()})
 
     def take_metrics(self) -> dict[str, float]:
-        """`reward`, the mean over all episodes that ended since the last call, if any did, and their number.
+        """Means over all episodes that ended with a reward since the last call, if any did, and their number.
 
-        A batch's own mean is blind to the groups that dynamic sampling dropped; this is what the policy earns.
+        `reward`, `turns`, and `env/tool_calls` and the like. A batch's own mean is blind to the groups that
+        dynamic sampling dropped; this is what the policy earns.
         """
-        rewards, self._rewards = self._rewards, []
-        mean = {"reward": sum(rewards) / len(rewards)} if rewards else {}
-        return mean | {"episodes_ended": len(rewards)}
+        rewards, counts = self._rewards, self._counts
+        self._rewards, self._counts = [], Counter()
+        totals: dict[str, float] = {**counts, "reward": sum(rewards)}
+        means = {name: total / len(rewards) for name, total in totals.items()} if rewards else {}
+        return means | {"episodes_ended": len(rewards)}
 
     def batch_served(self, filtered_groups: int) -> None:
         """The learner has got a batch."""

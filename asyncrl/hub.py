@@ -70,6 +70,7 @@ from asyncrl.process import EXIT_STOP_RUN, hold_run
 from asyncrl.recovery import restore
 from asyncrl.roster import Note, Published, Restart, Roster, Send, Skipped, Unusable
 from asyncrl.scheduler import Grant, Rules, Scheduler, Verdict
+from asyncrl.tasks import Tasks
 from asyncrl.trainers.filters import group_filter
 from asyncrl.transport import AsyncSocket
 
@@ -88,7 +89,7 @@ class Hub:
         self._run_dir = run_dir
         self._config_json = journal.get("config_json")
         self._config = config = Config.model_validate_json(self._config_json)
-        self._environment = load(config.env.name, config.env.args)
+        self._tasks_ahead = Tasks(config.env, load(config.env.name, config.env.args), journal)
         rules = Rules.from_config(config, greedy=bool(config.algo.greedy_baseline))
         self._scheduler: Scheduler = restore(rules, group_filter(config.algo), journal, self._now())
         self._roster = Roster(config, self._scheduler.version)
@@ -224,6 +225,13 @@ class Hub:
                 refused.add(chunk.lease_id)
             at = stop
         self._chunk_count += len(message.chunks)
+        for turn in message.turns:
+            verdict = self._scheduler.turn(turn)
+            early |= verdict is Verdict.EARLY
+            if verdict is Verdict.ACCEPTED:
+                self._record(records.turn(turn))
+            elif verdict is Verdict.REFUSED:
+                refused.add(turn.lease_id)
         for end in message.ends:
             episode = self._scheduler.episodes.get(end.episode_id)  # Its end may be the last of its group.
             verdict = self._scheduler.end(end, self._now())
@@ -232,6 +240,7 @@ class Hub:
                 refused.add(end.lease_id)
             elif verdict is Verdict.ACCEPTED and episode is not None:
                 self._harvest.ended(end, episode)
+                self._tasks_ahead.ended(episode)
         if not early:
             # Without an ack the generator sends the message again, after the one that is missing.
             self._after(partial(self._data.send, Ack(message.message_id, sorted(refused)), to=peer))
@@ -296,13 +305,12 @@ class Hub:
         room = self._scheduler.leases.free - self._scheduler.leases.queued
         while room > 0 and self._scheduler.may_admit():
             room -= self._scheduler.rules.episodes_per_group
-            index = self._scheduler.next_task_index
             try:
-                task = self._environment.task("train", index)
+                index, task = self._tasks_ahead.draw(self._scheduler.next_draw)
             except IndexError:
-                self._fail(f"the environment has no more training tasks after {index}")
+                self._fail(f"the environment has no more training tasks from {self._scheduler.next_draw} on")
                 return
-            self._scheduler.admit(task, now)
+            self._scheduler.admit(task, now, index)
 
     def _grant(self, now: float) -> None:
         for grant in self._scheduler.grant(now):

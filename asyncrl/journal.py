@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl import records
-from asyncrl.messages import EpisodeMeta, Prefix, Span, Task
+from asyncrl.messages import EpisodeMeta, Prefix, Span, Task, Turn
 from asyncrl.records import Record
 from asyncrl.schema import SCHEMA_VERSION, TABLES
 
@@ -214,20 +214,30 @@ class Journal:
     def prefix(self, episode_id: int) -> tuple[Prefix, bytes, bytes]:
         """What a lease must carry of its episode: the prefix, its tokens (int32), its log-probs (float32)."""
         held = self._tokens(episode_id)
-        return Prefix(held.spans, held.next_seq), held.tokens.tobytes(), held.logprobs.tobytes()
+        prefix = Prefix(held.spans, held.next_seq, self._turns(episode_id))
+        return prefix, held.tokens.tobytes(), held.logprobs.tobytes()
+
+    def _turns(self, episode_id: int) -> list[Turn]:
+        rows = self.rows("SELECT turn_json, snapshot FROM turn WHERE episode_id = ? ORDER BY turn", episode_id)
+        turns = [msgspec.json.decode(plain, type=Turn) for plain, _ in rows]
+        if turns:
+            turns[-1] = msgspec.structs.replace(turns[-1], snapshot=rows[-1][1])
+        return turns
 
     def _tokens(self, episode_id: int) -> EpisodeTokens:
         chunks = self.rows(
-            "SELECT n, version, sampled, tokens, logprobs FROM chunk WHERE episode_id = ? ORDER BY seq",
+            "SELECT n, version, sampled, fork, tokens, logprobs FROM chunk WHERE episode_id = ? ORDER BY seq",
             episode_id,
         )
-        spans = [
-            Span(sum(chunk[0] for chunk in run), version, bool(sampled))
-            for (version, sampled), run in groupby(chunks, key=itemgetter(1, 2))
-        ]
-        tokens = b"".join(chunk[3] for chunk in chunks)
+        spans: list[Span] = []
+        for n, version, sampled, fork, *_ in chunks:
+            if spans and not fork and (spans[-1].version, spans[-1].sampled) == (version, bool(sampled)):
+                spans[-1] = msgspec.structs.replace(spans[-1], n=spans[-1].n + n)
+            else:
+                spans.append(Span(n, version, bool(sampled), bool(fork)))
+        tokens = b"".join(chunk[4] for chunk in chunks)
         # Observed chunks are stored without log-probs; their zeros are made here.
-        logprobs = b"".join(chunk[4] or bytes(4 * chunk[0]) for chunk in chunks)
+        logprobs = b"".join(chunk[5] or bytes(4 * chunk[0]) for chunk in chunks)
         length = sum(chunk[0] for chunk in chunks)
         if not len(tokens) == len(logprobs) == 4 * length:
             raise JournalError(

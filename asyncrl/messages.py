@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever a struct below changes its meaning; a peer with another number is refused."""
 
 
@@ -42,8 +42,14 @@ class EpisodeStatus(StrEnum):
     """The environment asked for more turns than `env.max_turns`."""
     FAILED_ENVIRONMENT = "failed_environment"
     """The environment raised or gave a malformed answer."""
+    FAILED_REWARD = "failed_reward"
+    """A reward function raised, or its reward is no number."""
+    FAILED_TOOL = "failed_tool"
+    """A tool cannot be used at all; one that only answers with an error does not fail the episode."""
+    FAILED_PARSE = "failed_parse"
+    """Messages and tokens cannot be turned into each other."""
     FAILED_TIME = "failed_time"
-    """The environment did not answer within `env.timeout_s`."""
+    """The environment or a reward did not answer within its time limit."""
 
     @property
     def is_failed(self) -> bool:
@@ -52,7 +58,7 @@ class EpisodeStatus(StrEnum):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """A run of consecutive tokens of one episode that share version and origin."""
+    """A run of consecutive tokens of one branch of an episode that share version and origin."""
 
     n: int
     """Number of tokens, at least 1."""
@@ -60,6 +66,27 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     """The weights' version that sampled them; -1 for observed tokens."""
     sampled: bool
     """True: sampled by the policy (trained on). False: prompt or environment text (observed only)."""
+    fork: bool = False
+    """A new branch of the episode begins here: what follows does not see what came before. The chat template
+    renders the conversation so far in another way than it was sampled."""
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """What an environment answered, kept so that an episode can go on elsewhere. Turn 0 is its `reset`."""
+
+    lease_id: int
+    episode_id: int
+    turn: int
+    seq: int
+    """Sequence number after the chunks that came before the answer."""
+    messages: list[dict[str, Any]]
+    """The environment's, without the assistant's."""
+    tools: list[dict[str, Any]] = []
+    """Turn 0: schemas of the tools."""
+    rewards: dict[str, float] = {}
+    info: dict[str, float] = {}
+    snapshot: bytes | None = None
+    """State of the environment after the turn, if it has snapshots."""
 
 
 class Prefix(msgspec.Struct, frozen=True):
@@ -68,6 +95,8 @@ class Prefix(msgspec.Struct, frozen=True):
     spans: list[Span] = []
     next_seq: int = 0
     """Sequence number that the episode's next chunk must carry."""
+    turns: list[Turn] = []
+    """In order; only the last one carries its snapshot."""
 
 
 class Lease(msgspec.Struct, frozen=True, tag="lease"):
@@ -165,6 +194,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     n: int
     version: int
     sampled: bool
+    fork: bool = False
+    """As `Span.fork`."""
 
 
 class EpisodeEnd(msgspec.Struct, frozen=True, array_like=True):
@@ -183,6 +214,8 @@ class EpisodeEnd(msgspec.Struct, frozen=True, array_like=True):
     rewards: dict[str, float] = {}
     """Its parts by name, before their weights: the environment's, summed over turns, and those of the reward
     functions and model. Without those that are missing; empty when it failed."""
+    info: dict[str, float] = {}
+    """Named counts of the episode: tool_calls, tool_errors, forks, and the environment's own."""
 
 
 class Chunks(msgspec.Struct, frozen=True, tag="chunks"):
@@ -190,6 +223,7 @@ class Chunks(msgspec.Struct, frozen=True, tag="chunks"):
 
     message_id: int
     chunks: list[Chunk] = []
+    turns: list[Turn] = []
     ends: list[EpisodeEnd] = []
 
 

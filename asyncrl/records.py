@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncrl.messages import Chunk, Task
+from asyncrl.messages import Chunk, Task, Turn
 
 
 class Statement(NamedTuple):
@@ -35,7 +35,7 @@ class Record(NamedTuple):
 
 
 _TASK = Statement(
-    "task", "INSERT INTO task (task_index, task_id, task_json) VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
+    "task", "INSERT INTO task (task_index, drawn, task_id, task_json) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING"
 )
 _GROUP = Statement(
     "grp",
@@ -53,7 +53,8 @@ _EPISODE_STATE = Statement("episode", "UPDATE episode SET state = ? WHERE episod
 _EPISODE_ENDED = Statement(
     "episode",
     "UPDATE episode SET state = ?, reason = ?, status = ?, reward = ?, rewards_json = ?, turns = ?,"
-    " next_seq = ?, length = ?, sampled = ?, min_version = ?, max_version = ?, ended = ? WHERE episode_id = ?",
+    " info_json = ?, next_seq = ?, length = ?, sampled = ?, min_version = ?, max_version = ?, ended = ?"
+    " WHERE episode_id = ?",
 )
 _EPISODES_CLOSED = Statement(
     "episode",
@@ -72,8 +73,11 @@ _BATCH = Statement(
 )
 _CHUNK = Statement(
     "chunk",
-    "INSERT INTO chunk (episode_id, seq, n, version, sampled, tokens, logprobs)"
-    " VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+    "INSERT INTO chunk (episode_id, seq, n, version, sampled, fork, tokens, logprobs)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+)
+_TURN = Statement(
+    "turn", "INSERT OR REPLACE INTO turn (episode_id, turn, turn_json, snapshot) VALUES (?, ?, ?, ?)"
 )
 _STEP = Statement("step", "INSERT OR REPLACE INTO step (step, batch_id, ended, metrics_json) VALUES (?, ?, ?, ?)")
 _VERSION = Statement(
@@ -87,9 +91,9 @@ _RUN = Statement("run", "INSERT OR REPLACE INTO run (key, value) VALUES (?, ?)")
 # ---- the scheduler's rows ------------------------------------------------------------------------
 
 
-def task(task_index: int, task: Task) -> Record:
-    """A task, before the group that attempts it."""
-    return Record(_TASK, (task_index, task.id, msgspec.json.encode(task).decode()))
+def task(task_index: int, drawn: int, task: Task) -> Record:
+    """A task, before the group that attempts it; `drawn` is its index in the training split."""
+    return Record(_TASK, (task_index, drawn, task.id, msgspec.json.encode(task).decode()))
 
 
 def group(group_id: int, task_index: int, needs_version: int, admitted: float) -> Record:
@@ -126,6 +130,7 @@ def episode_ended(
     reward: float | None,
     rewards: Mapping[str, float],
     turns: int,
+    info: Mapping[str, float],
     next_seq: int,
     length: int,
     sampled: int,
@@ -134,7 +139,7 @@ def episode_ended(
     ended: float,
 ) -> Record:
     """An episode is `done` or `failed`; the rest of its row is final with it."""
-    how = (state, reason, status, reward, json.dumps(rewards), turns)
+    how = (state, reason, status, reward, json.dumps(rewards), turns, json.dumps(info))
     held = (next_seq, length, sampled, min_version, max_version)
     return Record(_EPISODE_ENDED, (*how, *held, ended, episode_id))
 
@@ -172,11 +177,15 @@ def batch(
 
 def chunk(header: Chunk, tokens: bytes | memoryview, logprobs: bytes | memoryview = b"") -> Record:
     """An accepted chunk: `tokens` int32 [n], `logprobs` float32 [n] or, if observed, empty. No copy is made."""
-    sampled = header.sampled
-    return Record(
-        _CHUNK,
-        (header.episode_id, header.seq, header.n, header.version, sampled, tokens, logprobs if sampled else b""),
-    )
+    h = header
+    held = (tokens, logprobs if h.sampled else b"")
+    return Record(_CHUNK, (h.episode_id, h.seq, h.n, h.version, h.sampled, h.fork, *held))
+
+
+def turn(turn: Turn) -> Record:
+    """What an environment answered. A turn that is answered anew, elsewhere, takes the place of the first."""
+    plain = msgspec.json.encode(msgspec.structs.replace(turn, snapshot=None)).decode()
+    return Record(_TURN, (turn.episode_id, turn.turn, plain, turn.snapshot))
 
 
 def step(step: int, batch_id: int, ended: float, metrics: Mapping[str, float]) -> Record:

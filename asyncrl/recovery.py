@@ -8,6 +8,9 @@ leases that it names. What was not committed was told to nobody, so nothing is m
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+
 import msgspec
 
 from asyncrl.groups import Episode, EpisodeState, Group, GroupState, KeepGroup, Rules, kind_of
@@ -37,6 +40,10 @@ SELECT max(lease_id), episode_id, lease.state, generator, sum(lease.state = 'lap
 FROM lease JOIN episode USING (episode_id) JOIN grp USING (group_id)
 WHERE grp.state IN ('running', 'complete') GROUP BY episode_id ORDER BY 1
 """
+_ENDED = """
+SELECT task_id, json_group_array(reward) FROM episode JOIN grp USING (group_id) JOIN task USING (task_index)
+WHERE grp.state != 'running' AND NOT greedy GROUP BY group_id ORDER BY max(ended), group_id
+"""
 _FINAL = """
 SELECT state, reason, count(*) FROM episode WHERE state IN ('trained', 'filtered', 'failed')
 GROUP BY state, reason
@@ -59,11 +66,18 @@ def restore(rules: Rules, keep_group: KeepGroup, journal: Journal, now: float) -
     return scheduler
 
 
+def pass_rates(journal: Journal) -> Iterator[tuple[str, list[float | None]]]:
+    """Task and rewards of every group that ended, in the order in which they did: what a curriculum has seen."""
+    for task_id, rewards in journal.rows(_ENDED):
+        yield task_id, json.loads(rewards)
+
+
 def _restore_counters(scheduler: Scheduler, journal: Journal) -> None:
     def number(sql: str) -> int:
         return int(journal.rows(sql)[0][0])
 
     scheduler.next_task_index = number("SELECT coalesce(max(task_index) + 1, 0) FROM grp")
+    scheduler.next_draw = number("SELECT coalesce(max(drawn) + 1, 0) FROM task")
     scheduler.next_episode_id = number("SELECT coalesce(max(episode_id) + 1, 0) FROM episode")
     scheduler.filtered_groups = number("SELECT count(*) FROM grp WHERE state = 'filtered'")
     scheduler.version = number("SELECT coalesce(max(version), 0) FROM version")

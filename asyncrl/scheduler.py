@@ -35,7 +35,7 @@ from asyncrl.groups import (
     rows_of,
 )
 from asyncrl.leases import Grant, Leases
-from asyncrl.messages import Chunk, EpisodeEnd, Task
+from asyncrl.messages import Chunk, EpisodeEnd, Task, Turn
 from asyncrl.records import Record
 
 __all__ = ["Grant", "KeepGroup", "Rules", "Scheduler", "Sealed", "Verdict"]
@@ -65,6 +65,8 @@ class Scheduler:
         self.traffic: Counter[str] = Counter()
         """Chunks and ends by verdict since this process started."""
         self.next_task_index = 0
+        self.next_draw = 0
+        """Index in the training split of the first task that was not drawn yet."""
         self.next_episode_id = 0
         self.filtered_groups = 0
         self.version = 0
@@ -100,8 +102,10 @@ class Scheduler:
         supply = sum(min(rules.reuse - group.uses, left) for group in self.groups.values())
         return rules.reuse > 1 and supply < left * rules.groups_per_step
 
-    def admit(self, task: Task, now: float) -> Group:
-        """Starts the group of the task with index `next_task_index`; its episodes are queued.
+    def admit(self, task: Task, now: float, drawn: int | None = None) -> Group:
+        """Starts the group of a task, whose index in the training split is `drawn` (default: `next_draw`).
+
+        Its episodes are queued.
 
         Raises:
             RuntimeError: `may_admit` does not hold.
@@ -114,7 +118,9 @@ class Scheduler:
         group_id = self.next_task_index
         group = Group(group_id, group_id, task, self.rules.needs_version(self._kept))
         self.next_task_index += 1
-        self.records.append(records.task(group.task_index, task))
+        drawn = self.next_draw if drawn is None else drawn
+        self.next_draw = drawn + 1
+        self.records.append(records.task(group.task_index, drawn, task))
         self.records.append(records.group(group_id, group.task_index, group.needs_version, now))
         for member in range(self.rules.episodes_per_group):
             seed = derive_seed(self.rules.seed, "episode", group_id, member)
@@ -196,6 +202,15 @@ class Scheduler:
             episode.max_version = max(episode.max_version, c.version)
         return self._verdict(Verdict.ACCEPTED)
 
+    def turn(self, t: Turn) -> Verdict:
+        """Takes an environment's answer, after the chunks that came before it; the hub writes it."""
+        episode = self.episodes.get(t.episode_id)
+        if episode is None or episode.lease_id != t.lease_id:
+            return self._verdict(Verdict.REFUSED)
+        if episode.state is not EpisodeState.LEASED:
+            return self._verdict(Verdict.DUPLICATE)
+        return self._verdict(Verdict.EARLY if t.seq > episode.next_seq else Verdict.ACCEPTED)
+
     def end(self, e: EpisodeEnd, now: float) -> Verdict:
         """Takes an episode's end; the last one of a group completes or filters the group."""
         episode = self.episodes.get(e.episode_id)
@@ -230,6 +245,7 @@ class Scheduler:
                 reward=episode.reward,
                 rewards={} if reason else e.rewards,
                 turns=e.turns,
+                info=e.info,
                 next_seq=episode.next_seq,
                 length=episode.length,
                 sampled=episode.sampled,

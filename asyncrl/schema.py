@@ -5,7 +5,7 @@ every viewer read it. Inserts are idempotent: primary keys are ids and sequence 
 is handled twice changes nothing. Times are seconds since the epoch (`time`); JSON columns are named so.
 """
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -13,6 +13,7 @@ CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHO
 
 CREATE TABLE IF NOT EXISTS task (
     task_index INTEGER PRIMARY KEY,          -- order of admission
+    drawn INTEGER NOT NULL,                  -- its index in the training split; a curriculum skips some
     task_id TEXT NOT NULL,
     task_json TEXT NOT NULL                  -- a messages.Task
 );
@@ -38,6 +39,7 @@ CREATE TABLE IF NOT EXISTS episode (
     reward REAL,
     rewards_json TEXT NOT NULL DEFAULT '{}', -- parts of reward by name, unweighted: environment, functions, model
     turns INTEGER NOT NULL DEFAULT 0,
+    info_json TEXT NOT NULL DEFAULT '{}',    -- named counts: tool_calls, forks, the environment's own
     next_seq INTEGER NOT NULL DEFAULT 0,     -- set at the end; before, it is the number of chunks
     length INTEGER NOT NULL DEFAULT 0,       -- tokens; set at the end
     sampled INTEGER NOT NULL DEFAULT 0,      -- sampled tokens; set at the end
@@ -56,9 +58,19 @@ CREATE TABLE IF NOT EXISTS chunk (
     n INTEGER NOT NULL,
     version INTEGER NOT NULL,
     sampled INTEGER NOT NULL,                -- 1: sampled by the policy, 0: observed
+    fork INTEGER NOT NULL,                   -- 1: a new branch of the episode begins with it
     tokens BLOB NOT NULL,                    -- int32, little-endian
     logprobs BLOB NOT NULL,                  -- float32, little-endian; empty for observed tokens
     PRIMARY KEY (episode_id, seq)
+);
+
+-- What environments answered, of episodes of more than one turn: they continue elsewhere from it.
+CREATE TABLE IF NOT EXISTS turn (
+    episode_id INTEGER NOT NULL,
+    turn INTEGER NOT NULL,                   -- 0: its reset
+    turn_json TEXT NOT NULL,                 -- a messages.Turn without its snapshot
+    snapshot BLOB,                           -- state of the environment after the turn, if it has snapshots
+    PRIMARY KEY (episode_id, turn)
 );
 
 CREATE TABLE IF NOT EXISTS lease (

@@ -10,6 +10,7 @@ are imported only when a model is made.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -21,13 +22,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from asyncrl import __version__
 from asyncrl.chat import ChatFormat
 from asyncrl.config import Config, Learner
-from asyncrl.envs.base import Split
+from asyncrl.datasets import Conversation
+from asyncrl.envs.base import Demonstrates, Environment, Start
 from asyncrl.envs.registry import load
+from asyncrl.learner.examples import Example, encode
 from asyncrl.messages import Task
 from asyncrl.settings import UsageError
 
@@ -49,28 +52,17 @@ END_ID = BYTES + SPECIAL_TOKENS.index("<|im_end|>")
 
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\\n# Tools\\n' }}\
-{%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}{{ '<|im_end|>' }}{% endif %}\
+{%- for tool in tools %}{% set function = tool.function %}\
+{{ function.name + '(' + function.parameters.properties | join(', ') + ')\\n' }}{% endfor %}\
+{{ '<|im_end|>' }}{% endif %}\
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}\
 {%- for call in message.tool_calls or [] %}\
 {%- set function = call.function or call %}\
 {{ '<tool_call>' + {'name': function.name, 'arguments': function.arguments} | tojson + '</tool_call>' }}\
 {%- endfor %}{{ '<|im_end|>' }}{% endfor %}\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-"""ChatML, as Qwen's, without line breaks between messages. Each role's header is one token."""
-
-Example = tuple[list[int], list[bool]]
-"""Token ids of one conversation, and for each whether it is trained on."""
-
-
-@runtime_checkable
-class Demonstrates(Protocol):
-    """An environment that can show ideal answers, which a supervised warm start needs."""
-
-    def task(self, split: Split, index: int) -> Task:
-        """As `Environment.task`."""
-
-    def demonstration(self, task: Task) -> str:
-        """The assistant's ideal answer to a task."""
+"""ChatML, as Qwen's, without line breaks between messages. Each role's header is one token. A tool is shown by its
+name and parameters alone, for each character of its schema would be a token."""
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -165,15 +157,37 @@ def write_tokenizer(path: str | Path) -> None:
 # ---- the warm start ------------------------------------------------------------------------------
 
 
-def examples(environment: Demonstrates, chat: ChatFormat, seed: int) -> Iterator[Example]:
-    """Supervised rows without end: prompt and ideal answer of training tasks, the answer trained on.
+def examples(environment: Environment, chat: ChatFormat, seed: int) -> Iterator[Example]:
+    """Supervised rows without end: ideal episodes of training tasks, all assistant turns trained on.
 
     Tasks are drawn at random from the first 2**31 of the training split; an environment with fewer is cycled.
+
+    Raises:
+        UsageError: the environment has no demonstrations, or the chat template cannot append their turns.
     """
-    for task in _tasks(environment, seed):
-        prompt = chat.prompt_ids(task.prompt)
-        answer = [*chat.encode(environment.demonstration(task)), chat.end_id]
-        yield prompt + answer, [False] * len(prompt) + [True] * len(answer)
+    if not isinstance(environment, Demonstrates):
+        raise UsageError(
+            "the environment has no demonstration(task), so there is nothing to warm-start on; start from a model "
+            "that is able to solve some of its tasks: --model.path FOLDER"
+        )
+    shows: Demonstrates = environment
+    with asyncio.Runner() as runner:
+        for task in _tasks(environment, seed):
+            start = runner.run(_started(environment, task))
+            shown = shows.demonstration(task)
+            answers = [{"role": "assistant", "content": shown}] if isinstance(shown, str) else shown
+            messages = [*start.messages, *answers]
+            trained = [i >= len(start.messages) and m["role"] == "assistant" for i, m in enumerate(messages)]
+            yield encode(chat, Conversation(f"the demonstration of {task.id}", messages, start.tools, trained))
+
+
+async def _started(environment: Environment, task: Task) -> Start:
+    """What an episode of the task begins with."""
+    env = environment.make()
+    try:
+        return await env.reset(task)
+    finally:
+        await env.close()
 
 
 def warm_start(config: Config, model: str | Path, out: str | Path, progress: Callable[[str], object]) -> None:
@@ -193,13 +207,9 @@ def warm_start(config: Config, model: str | Path, out: str | Path, progress: Cal
     """
     from asyncrl.learner.sft import train_sft
 
-    environment = load(config.env.name, config.env.args)
-    if not isinstance(environment, Demonstrates):
-        raise UsageError(
-            f"environment {config.env.name!r} has no demonstration(task), so there is nothing to warm-start on; "
-            f"start from a model that is able to solve some of its tasks: --model.path FOLDER"
-        )
-    rows = examples(environment, ChatFormat(model), config.run.seed)
+    rows = examples(
+        load(config.env.name, config.env.args), ChatFormat(model, config.model.renderer), config.run.seed
+    )
     steps, started = config.toy.warm_steps, time.monotonic()
     recent: deque[float] = deque(maxlen=LOSS_WINDOW)
 
@@ -279,7 +289,7 @@ def _publish(made: Path, folder: Path) -> None:
             raise
 
 
-def _tasks(environment: Demonstrates, seed: int) -> Iterator[Task]:
+def _tasks(environment: Environment, seed: int) -> Iterator[Task]:
     """Random training tasks without end."""
     draw = random.Random(seed)
     limit = 2**31

@@ -24,7 +24,7 @@ EVAL_SHARE = 10
 """One problem in this many is held out for evaluation."""
 
 
-def _hash(*parts: object) -> int:
+def hashed(*parts: object) -> int:
     """64 bits of a cryptographic hash: the same on every machine, unlike Python's `hash`."""
     text = "\x1f".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -34,7 +34,7 @@ def split_of(left: int, operator: str, right: int) -> Split:
     """The split that a problem belongs to. `a+b` and `b+a` share one, so neither gives the other away."""
     if operator == "+":
         left, right = min(left, right), max(left, right)
-    return "eval" if _hash("split", left, operator, right) % EVAL_SHARE == 0 else "train"
+    return "eval" if hashed("split", left, operator, right) % EVAL_SHARE == 0 else "train"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ class Arithmetic:
         size = 10**self.digits - low
         attempt = 0
         while True:
-            draw = _hash("draw", self.seed, split, index, attempt)
+            draw = hashed("draw", self.seed, split, index, attempt)
             draw, which = divmod(draw, len(self.operators))
             left = low + draw % size
-            right = low + _hash("right", draw) % size
+            right = low + hashed("right", draw) % size
             operator = self.operators[which]
             if split_of(left, operator, right) == split:
                 return left, operator, right

@@ -3,7 +3,10 @@
 A name is that of an installed entry point, `package.module:object`, or `path/to/file.py:object`. Only the
 requested plug-in is imported, so a broken one harms nobody else, and every failure says which distribution
 to blame. Nothing is registered at import time and nothing is cached. Called by the hub, the generators and
-the command line; `asyncrl doctor` lists what is installed.
+the command line; `asyncrl doctor` lists what is installed, and `asyncrl envs` the environments.
+
+Groups: `asyncrl.envs`, `asyncrl.rewards`, `asyncrl.algorithms` and those of an algorithm's parts
+(`asyncrl.trainers.catalogue`), `asyncrl.engines`, `asyncrl.trackers`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -34,7 +37,7 @@ def entries(group: str) -> dict[str, list[EntryPoint]]:
     for entry in entry_points(group=group):
         same = found.setdefault(entry.name, [])
         # A distribution can be seen twice, for example installed and on the path; that is no conflict.
-        if all((entry.value, _owner(entry)) != (other.value, _owner(other)) for other in same):
+        if all((entry.value, owner(entry)) != (other.value, owner(other)) for other in same):
             same.append(entry)
     return found
 
@@ -44,13 +47,19 @@ def names(group: str = GROUP) -> list[str]:
     return sorted(entries(group))
 
 
-def load_plugin(group: str, name: str, what: str) -> Any:
+def owner(entry: EntryPoint) -> str:
+    """Name and version of the distribution that provides an entry point."""
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
+
+
+def load_plugin(group: str, name: str, what: str, built_in: Sequence[str] = ()) -> Any:
     """Imports one plug-in and returns its object.
 
     Args:
         group: entry-point group, for example `asyncrl.envs`.
         name: name of an entry point, `package.module:object` or `path/file.py:object`.
         what: what it is called in messages, for example `environment`.
+        built_in: names that the caller knows itself, which an unknown name may have meant.
 
     Raises:
         PluginError: there is no such plug-in, two distributions provide it, or importing it failed.
@@ -59,9 +68,9 @@ def load_plugin(group: str, name: str, what: str) -> Any:
         return _from_path(name, what)
     candidates = entries(group).get(name, [])
     if not candidates:
-        raise PluginError(_unknown(group, name, what))
+        raise PluginError(_unknown(group, name, what, built_in))
     if len(candidates) > 1:
-        owners = " and ".join(sorted(f"{_owner(entry)} ({entry.value})" for entry in candidates))
+        owners = " and ".join(sorted(f"{owner(entry)} ({entry.value})" for entry in candidates))
         raise PluginError(
             f"{what} {name!r} is provided by {owners}. Uninstall one of them, or say which you mean "
             f"with `package.module:object`."
@@ -69,9 +78,9 @@ def load_plugin(group: str, name: str, what: str) -> Any:
     entry = candidates[0]
     try:
         return entry.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # A module that calls exit() must not end the command.
         raise PluginError(
-            f"{what} {name!r} of the distribution {_owner(entry)} cannot be loaded from {entry.value!r}: "
+            f"{what} {name!r} of the distribution {owner(entry)} cannot be loaded from {entry.value!r}: "
             f"{type(error).__name__}: {error}. Reinstall or repair that distribution."
         ) from error
 
@@ -98,12 +107,8 @@ def load(name: str, args: Mapping[str, Any]) -> Environment:
 # ---- machinery -----------------------------------------------------------------------------------
 
 
-def _owner(entry: EntryPoint) -> str:
-    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
-
-
-def _unknown(group: str, name: str, what: str) -> str:
-    known = names(group)
+def _unknown(group: str, name: str, what: str, built_in: Sequence[str]) -> str:
+    known = [*built_in, *names(group)]
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
     return (
@@ -117,7 +122,7 @@ def _from_path(name: str, what: str) -> Any:
     where, _, attribute = name.rpartition(":")
     try:
         module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(
             f"{what} {name!r}: importing {where!r} failed with {type(error).__name__}: {error}"
         ) from error

@@ -21,6 +21,7 @@ from typing import Any
 
 from asyncrl.envs.base import Message
 from asyncrl.envs.registry import PluginError
+from asyncrl.envs.threads import is_async
 from asyncrl.messages import Task
 
 RewardFunction = Callable[..., Any]
@@ -99,9 +100,7 @@ def adapt(function: Any, what: str) -> Adapted:
         given = signature.arguments(view)
         return given if takes_all else {name: value for name, value in given.items() if name in names}
 
-    call = getattr(function, "__call__", None)  # noqa: B004 - of an object, the method says whether it is async
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-    return Adapted(function, arguments, signature.result, is_async)
+    return Adapted(function, arguments, signature.result, is_async(function))
 
 
 # ---- the signatures ------------------------------------------------------------------------------

@@ -6,21 +6,23 @@
                   ◀── all rewards by name ─────────────────┘        total = sum of weight * reward
 
 A function that raises, returns what is no reward, or does not answer in time raises `RewardFault`, which fails its
-own episode. Functions may be of three signatures (`asyncrl.envs.reward_signatures`). Called by the generators'
-episode loop; `asyncrl.launch` loads all functions before anything starts. Free of torch.
+own episode. Functions may be of three signatures (`asyncrl.envs.reward_signatures`). `Rewards` is called by the
+generators' episode loop; `asyncrl.launch` loads all functions before anything starts. Environments that are made
+of a reward function call it through `own_reward`. Free of torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from asyncrl.config import Reward
 from asyncrl.envs.registry import PluginError, load_plugin
 from asyncrl.envs.reward_signatures import Adapted, EpisodeView, RewardFunction, adapt
-from asyncrl.envs.threads import Outcome, in_thread
+from asyncrl.envs.threads import outcome_of
 from asyncrl.messages import EpisodeStatus
 
 GROUP = "asyncrl.rewards"
@@ -38,6 +40,58 @@ class RewardFault(Exception):
         self.status = status
 
 
+class RewardCall:
+    """One reward function, and the limit that each of its calls is given.
+
+    Args:
+        name: the reward's name, unless the function returns several by name.
+        adapted: the function.
+        limit_s: time limit in seconds.
+        key: the setting that the limit is from, for messages.
+        where: what else a time-out should say of it, for example its address.
+    """
+
+    def __init__(self, name: str, adapted: Adapted, limit_s: float, key: str, where: str = "") -> None:
+        self._name, self._adapted, self._limit_s, self._key, self._where = name, adapted, limit_s, key, where
+        self._room = asyncio.Semaphore(THREADS)
+
+    async def of(self, view: EpisodeView) -> dict[str, float]:
+        """The function's rewards of an episode by name, without missing ones.
+
+        Raises:
+            RewardFault: it raised, did not answer in time, or returned what is no reward.
+        """
+        adapted, limit = self._adapted, self._limit_s
+        try:
+            returned, error = await outcome_of(partial(_call, adapted, view), adapted.is_async, limit, self._room)
+        except TimeoutError:
+            full = f"; {THREADS} calls of it are still running" if self._room.locked() else ""
+            detail = f"{_what(self._name)}{self._where} did not answer within {self._key} = {limit:g} s{full}"
+            raise RewardFault(EpisodeStatus.FAILED_TIME, detail) from None
+        if error is not None:
+            raise _fault(f"{_what(self._name)} raised {type(error).__name__}: {error}") from error
+        try:
+            reward = adapted.result(returned)
+        except ValueError as wrong:
+            raise _fault(f"{_what(self._name)}: {wrong}") from None
+        return named(reward if isinstance(reward, Mapping) else {self._name: reward})
+
+
+def own_reward(function: RewardFunction, limit_s: float, name: str | None = None) -> RewardCall:
+    """The reward function of an environment itself, of any signature.
+
+    Args:
+        function: the function.
+        limit_s: time limit of each call, in seconds.
+        name: the reward's. Default: the function's.
+
+    Raises:
+        PluginError: it cannot be called, or has none of the signatures.
+    """
+    title = name or str(getattr(function, "__name__", type(function).__name__))
+    return RewardCall(title, adapt(function, _what(title)), limit_s, "the environment's reward_timeout_s")
+
+
 class Rewards:
     """The reward functions of a run, by the name of their reward.
 
@@ -51,19 +105,20 @@ class Rewards:
     """
 
     def __init__(self, settings: Reward, model: RewardFunction | None = None) -> None:
-        self._settings = settings
-        self._functions: dict[str, Adapted] = {}
+        limit, key = settings.timeout_s, "reward.timeout_s"
+        self._calls: dict[str, RewardCall] = {}
         for plugin in settings.functions:
             name = plugin.rpartition(":")[2]
-            if name in self._functions or name == MODEL:
+            if name in self._calls or name == MODEL:
                 taken = "the reward model's" if name == MODEL else "that of two of them"
                 raise PluginError(
                     f"reward.functions: the name {name!r} of {plugin!r} is {taken}; rename the function"
                 )
-            self._functions[name] = adapt(load_plugin(GROUP, plugin, "reward function"), _what(plugin))
+            adapted = adapt(load_plugin(GROUP, plugin, "reward function"), _what(plugin))
+            self._calls[name] = RewardCall(name, adapted, limit, key)
         if model is not None:
-            self._functions[MODEL] = adapt(model, _what(MODEL))
-        self._room = {name: asyncio.Semaphore(THREADS) for name in self._functions}
+            where = f" (scorer at {settings.endpoint})"
+            self._calls[MODEL] = RewardCall(MODEL, adapt(model, _what(MODEL)), limit, key, where)
 
     async def of(self, view: EpisodeView, own: Mapping[str, float]) -> dict[str, float]:
         """All rewards of an episode by name: its environment's own, and those of all functions.
@@ -72,7 +127,7 @@ class Rewards:
             RewardFault: a function raised or did not answer in time, or two rewards have the same name.
         """
         rewards = dict(own)
-        calls = [self._call(name, adapted, view) for name, adapted in self._functions.items()]
+        calls = [call.of(view) for call in self._calls.values()]
         for given in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(given, BaseException):
                 raise given
@@ -81,28 +136,6 @@ class Rewards:
                 raise _fault(f"two rewards are named {twice[0]!r}; rename one, so that they can be told apart")
             rewards |= given
         return rewards
-
-    async def _call(self, name: str, adapted: Adapted, view: EpisodeView) -> dict[str, float]:
-        limit, room = self._settings.timeout_s, self._room[name]
-
-        def call() -> Any:
-            return adapted.function(**adapted.arguments(view))
-
-        try:
-            async with asyncio.timeout(limit):
-                returned, error = await (_awaited(call) if adapted.is_async else in_thread(call, room))
-        except TimeoutError:
-            where = f" (scorer at {self._settings.endpoint})" if name == MODEL else ""
-            full = f"; {THREADS} calls of it are still running" if room.locked() else ""
-            detail = f"{_what(name)}{where} did not answer within reward.timeout_s = {limit:g} s{full}"
-            raise RewardFault(EpisodeStatus.FAILED_TIME, detail) from None
-        if error is not None:
-            raise _fault(f"{_what(name)} raised {type(error).__name__}: {error}") from error
-        try:
-            reward = adapted.result(returned)
-        except ValueError as wrong:
-            raise _fault(f"{_what(name)}: {wrong}") from None
-        return named(reward if isinstance(reward, Mapping) else {name: reward})
 
 
 def named(rewards: Mapping[Any, Any]) -> dict[str, float]:
@@ -133,8 +166,12 @@ def total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float |
 # ---- machinery -----------------------------------------------------------------------------------
 
 
+def _call(adapted: Adapted, view: EpisodeView) -> Any:
+    return adapted.function(**adapted.arguments(view))
+
+
 def _fault(detail: str) -> RewardFault:
-    return RewardFault(EpisodeStatus.FAILED_ENVIRONMENT, detail)
+    return RewardFault(EpisodeStatus.FAILED_REWARD, detail)
 
 
 def _what(name: str) -> str:
@@ -149,15 +186,3 @@ def _number(name: str, value: Any) -> float:
     if not math.isfinite(number):
         raise _fault(f"reward {name!r} = {value!r} is no number")
     return number
-
-
-async def _awaited(call: Callable[[], Awaitable[Any]]) -> Outcome:
-    try:
-        return await call(), None
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise  # The time limit, or a revoked lease. Otherwise the function itself raised it.
-        return None, error
-    except (Exception, SystemExit) as error:  # A function that calls exit() must not end the generator.
-        return None, error

@@ -1,6 +1,7 @@
-"""Calls in threads of their own: one that hangs takes no thread from the others, and keeps no process alive.
+"""Calls of other people's functions: async ones awaited, sync ones in threads of their own, within a time limit.
 
-Called for reward functions (`asyncrl.envs.rewards`) and for the batches of the scorer (`asyncrl.scorer`).
+A function that hangs takes no thread from the others, and keeps no process alive. Called for reward functions
+(`asyncrl.envs.rewards`), for tools (`asyncrl.envs.tools`) and for the batches of the scorer (`asyncrl.scorer`).
 """
 
 from __future__ import annotations
@@ -8,45 +9,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 Outcome = tuple[Any, BaseException | None]
 """What a function returned, or else what it raised: a value, for a future takes no StopIteration."""
 
 
-class _Call:
-    """A call and the thread that it runs in. `ended` is called in that thread, once, after everything else."""
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call of it must be awaited; of an object, its method `__call__` says so."""
+    call = getattr(function, "__call__", None)  # noqa: B004 - the method itself is asked, not whether there is one
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
-    def __init__(self, call: Callable[[], Any], ended: Callable[[Outcome], None]) -> None:
-        self._call = call
-        self._ended = ended
-        self._lock = threading.Lock()
-        self._finished = False
-        self._thread = threading.Thread(target=self._run, name="reward", daemon=True)
-        self.start = self._thread.start
 
-    def stop(self) -> None:
-        """Tells the thread to exit, which ends a loop in Python; a call into C goes on to its own end first."""
-        with self._lock:
-            # A thread that has ended must not be meant: its ident may be another's by now.
-            if not self._finished:
-                ident = ctypes.c_ulong(self._thread.ident or 0)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+async def outcome_of(call: Callable[[], Any], awaits: bool, limit_s: float, room: asyncio.Semaphore) -> Outcome:
+    """Calls a function, whatever it does.
 
-    def _run(self) -> None:
-        outcome: Outcome = None, SystemExit()
-        try:
-            try:
-                outcome = self._call(), None
-            except BaseException as error:  # Whatever it is, it is the function's; it fails its episode.
-                outcome = None, error
-            with self._lock:
-                self._finished = True
-        except SystemExit:
-            pass  # From a `stop` that came late; there is only one, and none from here on.
-        self._ended(outcome)
+    Args:
+        call: the function, without arguments.
+        awaits: whether it is async (`is_async`).
+        limit_s: time limit in seconds, the wait for room included. An async function keeps to it only if it awaits
+            something; one that computes holds up everybody.
+        room: how many calls of a sync function may run at a time, hung ones included.
+
+    Raises:
+        TimeoutError: it did not answer within its limit. One of the function's own is an outcome.
+    """
+    async with asyncio.timeout(limit_s):
+        return await (_awaited(call) if awaits else in_thread(call, room))
 
 
 async def in_thread(call: Callable[[], Any], room: asyncio.Semaphore) -> Outcome:
@@ -79,3 +71,51 @@ async def in_thread(call: Callable[[], Any], room: asyncio.Semaphore) -> Outcome
     except asyncio.CancelledError:
         running.stop()
         raise
+
+
+# ---- machinery -----------------------------------------------------------------------------------
+
+
+class _Call:
+    """A call and the thread that it runs in. `ended` is called in that thread, once, after everything else."""
+
+    def __init__(self, call: Callable[[], Any], ended: Callable[[Outcome], None]) -> None:
+        self._call = call
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._finished = False
+        self._thread = threading.Thread(target=self._run, name="call", daemon=True)
+        self.start = self._thread.start
+
+    def stop(self) -> None:
+        """Tells the thread to exit, which ends a loop in Python; a call into C goes on to its own end first."""
+        with self._lock:
+            # A thread that has ended must not be meant: its ident may be another's by now.
+            if not self._finished:
+                ident = ctypes.c_ulong(self._thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+
+    def _run(self) -> None:
+        outcome: Outcome = None, SystemExit()
+        try:
+            try:
+                outcome = self._call(), None
+            except BaseException as error:  # Whatever it is, it is the function's; its caller judges it.
+                outcome = None, error
+            with self._lock:
+                self._finished = True
+        except SystemExit:
+            pass  # From a `stop` that came late; there is only one, and none from here on.
+        self._ended(outcome)
+
+
+async def _awaited(call: Callable[[], Awaitable[Any]]) -> Outcome:
+    try:
+        return await call(), None
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise  # The time limit, or a revoked lease. Otherwise the function itself raised it.
+        return None, error
+    except (Exception, SystemExit) as error:  # A function that calls exit() must not end the generator.
+        return None, error

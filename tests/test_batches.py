@@ -32,14 +32,14 @@ def minibatches(request: pytest.FixtureRequest) -> int:
 def desk(tmp_path: Path, minibatches: int) -> BatchDesk:
     """Two groups of two episodes and a greedy baseline, sealed for two ranks."""
     journal = Journal.create(tmp_path / "run.db", "a-run", "{}")
-    journal.write([records.task(0, Task("t", []))])
+    journal.write([records.task(0, 0, Task("t", []))])
     metas = []
     for i, n in LENGTHS.items():
         tokens = tokens_of(i)
         journal.write([records.episode(i, i // 3, 0, greedy=i in GREEDY)])
         ended = records.episode_ended(
             i, state="done", reason="", status="completed", reward=i / 8, rewards={"right": i / 8}, turns=1,
-            next_seq=1, length=n, sampled=n, min_version=0, max_version=0, ended=1.0,
+            info={}, next_seq=1, length=n, sampled=n, min_version=0, max_version=0, ended=1.0,
         )  # fmt: skip
         chunk = records.chunk(Chunk(0, i, 0, n, 0, True), tokens.tobytes(), (-tokens.astype("<f4")).tobytes())
         journal.write([ended, chunk])

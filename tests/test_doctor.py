@@ -66,12 +66,15 @@ def test_a_broken_plug_in_is_found_and_blamed(tmp_path: Path, monkeypatch) -> No
     info = tmp_path / "some_envs-3.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-envs\nVersion: 3.1\n")
-    (info / "entry_points.txt").write_text("[asyncrl.envs]\nodd = not_there_at_all:make\n")
+    groups = ("asyncrl.envs", "asyncrl.engines", "asyncrl.trackers")
+    entries = "".join(f"[{group}]\nodd = not_there_at_all:make\n" for group in groups)
+    (info / "entry_points.txt").write_text(entries)
     monkeypatch.syspath_prepend(str(tmp_path))
     found = {finding.what: finding for finding in check_plugins()}
     assert found["env arithmetic"].level == "ok"
-    assert found["env odd"].level == "problem"
-    assert "some-envs 3.1" in found["env odd"].text
+    for what in ("env odd", "engine odd", "tracker odd"):
+        assert found[what].level == "problem"
+        assert "some-envs 3.1" in found[what].text
 
 
 def test_loopback_that_does_not_answer_is_a_problem(monkeypatch) -> None:

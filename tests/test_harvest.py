@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -24,10 +25,12 @@ FUTILE = FUTILE_BATCHES * 2
 LOST = "reward function 'judge' raised KeyError: 'lost'"
 
 
-def ended(harvest: Harvest, reward: float | None, *, greedy: bool = False, detail: str = LOST) -> None:
+def ended(
+    harvest: Harvest, reward: float | None, *, greedy: bool = False, detail: str = LOST, info: Any = None
+) -> None:
     episode = Episode(0, 0, Group(0, 0, Task("t", []), 0), greedy, sampled=3, length=5)
     status = "failed_environment" if reward is None else "completed"
-    harvest.ended(EpisodeEnd(0, 0, 1, status, reward, 1, detail), episode)
+    harvest.ended(EpisodeEnd(0, 0, 1, status, reward, 1, detail, info=info or {}), episode)
 
 
 def test_a_steps_reward_is_the_mean_of_the_episodes_that_ended_since_the_last_one() -> None:
@@ -35,8 +38,17 @@ def test_a_steps_reward_is_the_mean_of_the_episodes_that_ended_since_the_last_on
     for reward in (1.0, 0.0, None, 0.5, float("nan")):
         ended(harvest, reward)
     ended(harvest, 100.0, greedy=True)
-    assert harvest.take_metrics() == {"reward": 0.5, "episodes_ended": 3}
+    assert harvest.take_metrics() == {"reward": 0.5, "turns": 1.0, "episodes_ended": 3}
     assert harvest.take_metrics() == {"episodes_ended": 0}
+
+
+def test_turns_and_counts_are_means_over_rewarded_episodes() -> None:
+    harvest = Harvest(CONFIG, 0)
+    ended(harvest, 1.0, info={"tool_calls": 3.0, "forks": 1.0})
+    ended(harvest, 0.0)
+    ended(harvest, None, info={"tool_calls": 50.0})
+    found = harvest.take_metrics()
+    assert (found["env/tool_calls"], found["env/forks"], found["turns"]) == (1.5, 0.5, 1.0)
 
 
 def test_a_run_is_hopeless_once_so_many_groups_were_dropped_since_the_last_batch() -> None:
@@ -83,7 +95,7 @@ async def test_a_hub_whose_episodes_all_fail_gives_the_run_up_with_their_reason(
             opened[-1].connect(message.data_endpoint)
         elif isinstance(message, Lease):
             end = EpisodeEnd(message.lease_id, message.episode_id, 0, "failed_environment", None, 0, LOST)
-            opened[-1].send(Chunks(message.lease_id, [], [end]), [b"", b""])
+            opened[-1].send(Chunks(message.lease_id, ends=[end]), [b"", b""])
 
     opened.append(AsyncSocket(zmq.DEALER, on_control, "generator-0/a"))
     opened[0].connect(f"tcp://{config.hub.host}:{port}")

@@ -55,7 +55,7 @@ def test_a_prefix_is_ready_to_be_sent(journal: Journal) -> None:
 def test_rows_that_are_written_twice_are_there_once(journal: Journal) -> None:
     rows = [
         records.run_key("status", "running"),
-        records.task(0, Task("t", [{"role": "user", "content": "1+1"}], answer="2")),
+        records.task(0, 0, Task("t", [{"role": "user", "content": "1+1"}], answer="2")),
         records.group(0, 0, 0, 1.0),
         records.episode(0, 0, 11),
         records.lease(0, 0, "generator-0", 2.0),
@@ -96,7 +96,7 @@ def test_rows_of_one_table_keep_their_order(journal: Journal) -> None:
 
 
 def test_a_write_that_fails_leaves_nothing(journal: Journal) -> None:
-    bad = Record(chunk(1, 0, [1], 0).statement, (1, 1, None, 0, 1, b"", b""))
+    bad = Record(chunk(1, 0, [1], 0).statement, (1, 1, None, 0, 1, 0, b"", b""))
     with pytest.raises(JournalError, match="NOT NULL"):
         journal.write([records.run_key("status", "finished"), bad])
     assert journal.get("status") == "running"
@@ -125,8 +125,8 @@ def test_a_batch_lists_its_episodes_in_the_order_of_its_plan(journal: Journal) -
             [
                 records.episode_ended(
                     episode_id, state="done", reason="", status="completed", reward=reward,
-                    rewards={"right": reward - 0.5, "naïve": 0.5}, turns=1, next_seq=2, length=10 + episode_id,
-                    sampled=episode_id, min_version=0, max_version=1, ended=1.0,
+                    rewards={"right": reward - 0.5, "naïve": 0.5}, turns=1, info={}, next_seq=2,
+                    length=10 + episode_id, sampled=episode_id, min_version=0, max_version=1, ended=1.0,
                 )
             ]
         )  # fmt: skip
@@ -144,7 +144,7 @@ def test_a_batch_lists_its_episodes_in_the_order_of_its_plan(journal: Journal) -
 
 def test_tasks_and_run_properties_survive_reopening(journal: Journal) -> None:
     task = Task("sum-1", [{"role": "user", "content": "1+1"}], answer={"value": 2}, metadata={"digits": 1})
-    journal.write([records.task(0, task), records.checkpoint(1.0, 20, "checkpoints/20")])
+    journal.write([records.task(0, 0, task), records.checkpoint(1.0, 20, "checkpoints/20")])
     journal.close()
     again = Journal.open(journal.path)
     assert again.task(0) == task
@@ -197,12 +197,12 @@ def test_opening_what_is_no_journal_says_what_to_do(tmp_path: Path) -> None:
         Journal.open(path)
 
 
-@pytest.mark.parametrize("schema", [1, 999])
+@pytest.mark.parametrize("schema", [2, 999])
 def test_an_older_or_newer_schema_version_is_refused(journal: Journal, schema: int) -> None:
     journal.write([records.run_key("schema", str(schema))])
     journal.close()
     text = (
-        f"has journal schema {schema}, this version of asyncrl reads schema 2; continue the run with the version"
+        f"has journal schema {schema}, this version of asyncrl reads schema 3; continue the run with the version"
     )
     with pytest.raises(JournalError, match=text):
         Journal.open(journal.path)

@@ -27,12 +27,13 @@ LAYERS = [
         "settings",
         "groups",
         "records",
+        "env_template",
     },
-    {"journal", "scheduler", "leases", "transport", "roster", "recovery", "commit", "batches", "chat", "datasets"}
-    | {"harvest"},
+    {"journal", "scheduler", "leases", "transport", "roster", "recovery", "commit", "batches", "datasets"}
+    | {"harvest", "curriculum", "chat", "chat_template", "chat_probe", "chat_renderers", "tool_calls", "neutral"},
     {"trainers", "envs"},
     {"hub", "generator", "learner", "weights", "evaluate", "toy", "metrics", "doctor"}
-    | {"scorer", "scorer_client", "scorer_model", "algos"},
+    | {"scorer", "scorer_client", "scorer_model", "algos", "envs_command", "tasks"},
     {"supervisor", "launch", "algo_launch", "scorer_launch"},
     {"train", "cli", "__main__"},
 ]

@@ -126,6 +126,9 @@ class Three:
             raise IndexError(index)
         return Task(id=str(index), prompt=[{"role": "user", "content": str(index)}])
 
+    def make(self):
+        return make().make()
+
     def demonstration(self, task):
         return task.id
 

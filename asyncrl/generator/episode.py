@@ -1,39 +1,46 @@
 """Runs one episode under one lease: environment, turns, token record, stream of chunks.
 
+    reset ─▶ prompt ids ─▶ sample a turn ─▶ parse the ids into a message ─▶ step ─▶ suffix ids ─▶ sample …
+                                │ chunks                                     │ turn record, chunk
+                                └──────────────────▶ outbox ◀────────────────┘
+
 It knows the environment and the engine through their protocols and speaks to the hub only through the
 outbox. It is called by `asyncrl.generator.process`, one task per lease, and by `asyncrl.evaluate` with an
-outbox of its own.
+outbox of its own. An episode that another generator began goes on mid-turn or between turns (`resume`).
 
-The environment is a fault boundary, and so are the reward functions: what they raise, or do not answer in time,
-fails the episode with the reason and never touches another one. Whatever else raises here is a bug or a dead
-engine and propagates.
+The environment is a fault boundary (`boundary`), and so are the reward functions: what they raise, or do not
+answer in time, fails the episode with the reason and never touches another one. Whatever else raises here is a
+bug or a dead engine and propagates.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from asyncrl.chat import ChatFormat
 from asyncrl.config import Config
-from asyncrl.envs.base import Env, Environment, Message, Start, Step
+from asyncrl.envs.base import Env, Environment, Interruptible, Message, Start, Step, Truncates
 from asyncrl.envs.reward_signatures import EpisodeView
 from asyncrl.envs.rewards import RewardFault, Rewards, named, total
+from asyncrl.generator.boundary import Boundary, EpisodeFault
+from asyncrl.generator.dialogue import Dialogue, plain
 from asyncrl.generator.engines.base import Delta, Engine, SamplingParams
 from asyncrl.generator.record import TokenRecord
-from asyncrl.messages import Chunk, EpisodeEnd, EpisodeStatus, Lease
-
-T = TypeVar("T")
+from asyncrl.generator.resume import bring_back
+from asyncrl.generator.turns import TurnLog
+from asyncrl.messages import Chunk, EpisodeEnd, EpisodeStatus, Lease, Turn
 
 
 class Sink(Protocol):
-    """Where an episode's chunks and end go; `Outbox` is one."""
+    """Where an episode's chunks, turns and end go; `Outbox` is one."""
 
     def chunk(self, chunk: Chunk, tokens: list[int], logprobs: list[float]) -> None:
         """Takes a chunk."""
+
+    def turn(self, turn: Turn) -> None:
+        """Takes what the environment answered."""
 
     def end(self, end: EpisodeEnd) -> None:
         """Takes the end."""
@@ -51,17 +58,6 @@ class World:
     rewards: Rewards
 
 
-class _EnvironmentFault(Exception):
-    def __init__(self, status: EpisodeStatus, detail: str) -> None:
-        super().__init__(detail)
-        self.status = status
-
-
-def _raised(what: str, error: Exception) -> _EnvironmentFault:
-    detail = f"{what} raised {type(error).__name__}: {error}"
-    return _EnvironmentFault(EpisodeStatus.FAILED_ENVIRONMENT, detail)
-
-
 class EpisodeRunner:
     """One episode from its lease to its end. `await run()` once; cancelling it aborts the request."""
 
@@ -70,121 +66,199 @@ class EpisodeRunner:
         self._lease = lease
         self._record = record
         self._seq = lease.prefix.next_seq
-        self._rewards: dict[str, float] = {}
-        self._turns = 0
-        self._tools: list[dict[str, Any]] = []
-        self._prompt: list[Message] = []
-        self._messages: list[Message] = []
+        self._boundary = Boundary(world.config.env.timeout_s)
+        self._dialogue = Dialogue()
+        self._turns = TurnLog(world.sink, lease, self._boundary)
+        self._interrupted = False
+        """Whether an earlier process may have begun to answer the turn that comes next."""
 
     async def run(self) -> None:
         """Runs the episode and sends its end, whatever the environment does."""
         env: Env | None = None
         rewards: dict[str, float] = {}
         try:
-            env = self._guard("make", self._world.environment.make)
+            env = self._boundary.guard("make", self._world.environment.make)
             status, detail = await self._play(env), ""
             rewards = await self._all_rewards(status)
-        except (_EnvironmentFault, RewardFault) as fault:
+        except (EpisodeFault, RewardFault) as fault:
             status, detail = fault.status, str(fault)
         finally:
             if env is not None:
                 await self._close(env)
         reward = total(rewards, self._world.config.reward.weights)
-        lease = self._lease
-        self._world.sink.end(
-            EpisodeEnd(lease.lease_id, lease.episode_id, self._seq, status, reward, self._turns, detail, rewards)
-        )
-
-    # ---- turns -----------------------------------------------------------------------------------
+        lease, said = self._lease, self._dialogue
+        ids = (lease.lease_id, lease.episode_id, self._seq)
+        info: dict[str, float] = {**said.info, **({"forks": self._record.forks} if self._record.forks else {})}
+        self._world.sink.end(EpisodeEnd(*ids, status, reward, said.turns, detail, rewards, info))
 
     async def _play(self, env: Env) -> EpisodeStatus:
-        chat = self._world.chat
-        start = await self._ask(lambda: env.reset(self._lease.task), Start, "reset")
-        prompt = self._guard(
-            "the chat template, given reset's messages,", lambda: chat.prompt_ids(start.messages, start.tools)
-        )
-        self._prompt, self._messages, self._tools = [*start.messages], [*start.messages], start.tools
-        if not self._record.spans:
-            self._observe(prompt)
+        if self._record.spans:
+            await self._go_on(env)
         else:
-            await self._replay(env)
+            await self._begin(env)
         while True:
             finish = await self._sample_turn()
             if finish == "context" and not self._record.ends_sampled:
-                # There was no room for a single token of this turn, so there is nothing to give a reward for.
-                return EpisodeStatus.TRUNCATED_CONTEXT
-            status = await self._answer(env, self._record.turns()[-1], finish)
+                # There was no room for a single token of this turn.
+                return await self._cut_off(env, EpisodeStatus.TRUNCATED_CONTEXT)
+            status = await self._answer(env, finish)
             if status is not None:
                 return status
 
-    async def _replay(self, env: Env) -> None:
-        """Brings a fresh environment to where the recorded prefix is, by repeating its finished turns."""
-        turns = self._record.turns()
-        finished = turns[:-1] if self._record.ends_sampled else turns
-        for ids in finished:
-            step = await self._step(env, ids)
-            self._messages += step.messages
+    # ---- beginning, and going on elsewhere -------------------------------------------------------
 
-    async def _answer(self, env: Env, ids: list[int], finish: str) -> EpisodeStatus | None:
-        """Gives a finished turn to the environment; returns the status if the episode is over."""
-        step = await self._step(env, ids)
-        if finish == "length":
-            return EpisodeStatus.TRUNCATED_LENGTH
-        if finish == "context":
-            return EpisodeStatus.TRUNCATED_CONTEXT
-        if step.done:
-            return EpisodeStatus.COMPLETED
-        if self._turns >= self._world.config.env.max_turns:
-            return EpisodeStatus.TRUNCATED_TURNS
-        suffix = self._guard(
-            "the chat template, given step's messages,",
-            lambda: self._world.chat.suffix_ids(self._messages, finish == "stop", step.messages, self._tools),
+    async def _begin(self, env: Env) -> None:
+        self._dialogue.begin(await self._reset(env))
+        self._observe(self._prompt_ids(self._dialogue))
+        await self._turns.begun(env, self._dialogue, self._seq)
+
+    async def _reset(self, env: Env) -> Start:
+        start = await self._boundary.ask("reset", lambda: env.reset(self._lease.task), Start)
+        chat, guard = self._world.chat, self._boundary.guard
+        if start.tools:
+            guard("the chat template", lambda: chat.check_tools(start.tools), EpisodeStatus.FAILED_PARSE)
+        return Start(guard("reset", lambda: self._seen(start.messages)), start.tools)
+
+    def _prompt_ids(self, said: Dialogue) -> list[int]:
+        """The ids of the whole conversation, as the template renders it now."""
+        return self._boundary.guard(
+            "the chat template",
+            lambda: self._world.chat.prompt_ids(said.messages, said.tools),
+            EpisodeStatus.FAILED_PARSE,
         )
-        if suffix is None:
-            raise _EnvironmentFault(
-                EpisodeStatus.FAILED_ENVIRONMENT,
-                "the chat template rewrites earlier turns, so this turn cannot be appended to the record",
-            )
-        self._messages += step.messages
-        self._observe(suffix)
+
+    async def _go_on(self, env: Env) -> None:
+        """Continues the recorded prefix: the environment and the dialogue get to where its tokens are."""
+        turns, record = self._lease.prefix.turns, self._record
+        if not turns:
+            self._dialogue.begin(await self._reset(env))
+            if self._prompt_ids(self._dialogue) != record.ids[: record.spans[0].n].tolist():
+                detail = (
+                    "cannot go on elsewhere: reset gave another prompt; make it deterministic or keep snapshots"
+                )
+                raise EpisodeFault(EpisodeStatus.FAILED_ENVIRONMENT, detail)
+        else:
+            self._dialogue.begin(Start(turns[0].messages, turns[0].tools))
+            said = [self._parsed(ids) for ids in record.turns()]
+            answered = said[: len(turns) - 1]
+            await bring_back(env, self._lease.task, answered, turns, self._boundary, self._seen)
+            for message, turn in zip(answered, turns[1:], strict=True):
+                self._dialogue.said(self._world.chat.neutral(message))
+                self._dialogue.answered(turn.messages, turn.rewards, turn.info)
+            if record.ends_sampled and len(said) == len(answered):
+                self._append(turns[-1].messages)  # The answer was durable, its tokens were not.
+        self._interrupted = record.ends_sampled and self._over() is not None
+
+    # ---- turns -----------------------------------------------------------------------------------
+
+    async def _answer(self, env: Env, finish: str) -> EpisodeStatus | None:
+        """Gives a finished turn to the environment; returns the status if the episode is over."""
+        message = self._parsed(self._record.turns()[-1])
+        self._dialogue.said(self._world.chat.neutral(message))
+        step = await self._step(env, message)
+        guard = self._boundary.guard
+        rewards = guard("reading step's rewards", lambda: named(step.rewards))
+        info = guard("reading step's info", lambda: {str(name): float(n) for name, n in step.info.items()})
+        seen = guard("reading step's messages", lambda: self._seen(step.messages))
+        self._dialogue.answered(seen, rewards, info)
+        cut = self._cut(finish)
+        if step.done:
+            return cut or EpisodeStatus.COMPLETED
+        if cut is None and self._dialogue.turns >= self._world.config.env.max_turns:
+            cut = EpisodeStatus.TRUNCATED_TURNS
+        if cut is not None:
+            return await self._cut_off(env, cut)
+        await self._turns.answered(env, self._dialogue, self._seq, seen, rewards, info)
+        self._append(seen)
         return None
 
-    async def _step(self, env: Env, ids: list[int]) -> Step:
-        message = self._world.chat.message(ids)
-        step = await self._ask(lambda: env.step(message), Step, "step")
-        self._turns += 1
-        self._messages.append(message)
-        for name, value in named(self._guard("reading step's rewards", lambda: dict(step.rewards))).items():
-            self._rewards[name] = self._rewards.get(name, 0.0) + value
-        return step
+    async def _step(self, env: Env, message: Message) -> Step:
+        interrupted, self._interrupted = self._interrupted, False
+        if interrupted and isinstance(env, Interruptible):
+            halted: Interruptible = env
+            return await self._boundary.ask("interrupted", lambda: halted.interrupted(message), Step)
+        return await self._boundary.ask("step", lambda: env.step(message), Step)
+
+    def _cut(self, finish: str) -> EpisodeStatus | None:
+        cuts = {"length": EpisodeStatus.TRUNCATED_LENGTH, "context": EpisodeStatus.TRUNCATED_CONTEXT}
+        return cuts.get(finish)
+
+    async def _cut_off(self, env: Env, status: EpisodeStatus) -> EpisodeStatus:
+        if isinstance(env, Truncates):
+            ends: Truncates = env
+            rewards = await self._boundary.ask("truncated", lambda: ends.truncated(status), dict)
+            self._dialogue.add(self._boundary.guard("reading truncated's rewards", lambda: named(rewards)))
+        return status
 
     async def _all_rewards(self, status: EpisodeStatus) -> dict[str, float]:
         """The environment's rewards, and those of the run's functions if there is a turn to reward."""
-        if not self._turns:
-            return self._rewards
-        turns = self._messages[len(self._prompt) :]
-        view = EpisodeView(self._lease.task, self._prompt, turns, status, self._world.config.env.name)
-        return await self._world.rewards.of(view, self._rewards)
+        said = self._dialogue
+        if not said.turns:
+            return said.rewards
+        turns = said.messages[len(said.prompt) :]
+        view = EpisodeView(self._lease.task, said.prompt, turns, status, self._world.config.env.name)
+        return await self._world.rewards.of(view, said.rewards)
 
-    # ---- tokens ----------------------------------------------------------------------------------
+    # ---- messages and tokens ---------------------------------------------------------------------
+
+    def _parsed(self, ids: list[int]) -> Message:
+        chat, tools = self._world.chat, self._dialogue.tools
+        return self._boundary.guard("parsing a turn", lambda: chat.message(ids, tools), EpisodeStatus.FAILED_PARSE)
+
+    def _seen(self, messages: list[Message]) -> list[Message]:
+        """The environment's messages as the policy sees them: no control tokens, no endless tool answer."""
+        return [self._shown(message) for message in plain(messages)]
+
+    def _shown(self, message: Message) -> Message:
+        """Cut before, for a long text takes long to break up its control tokens, and after, for that adds some."""
+        chat, limit = self._world.chat, self._world.config.env.tool_tokens
+        if message.get("role") != "tool":
+            return chat.neutral(message)
+        shown = chat.neutral(message | {"content": chat.cut(message["content"], limit)})
+        return shown | {"content": chat.cut(shown["content"], limit)}
+
+    def _append(self, new: list[Message]) -> None:
+        """Appends the environment's answer, the dialogue's last messages; or forks, if it is no mere suffix."""
+        said, chat = self._dialogue, self._world.chat
+        before = said.messages[: len(said.messages) - len(new)]
+        suffix = self._boundary.guard(
+            "the chat template",
+            lambda: chat.suffix_ids(before, True, new, said.tools, self._record.turns()[-1]),
+            EpisodeStatus.FAILED_PARSE,
+        )
+        if suffix is not None:
+            self._observe(suffix)
+        else:
+            self._observe(self._prompt_ids(said), fork=True)
+
+    def _limits(self) -> tuple[int, int]:
+        """Tokens that the turn, and the context, have left."""
+        config, record = self._world.config, self._record
+        sampled = len(record.turns()[-1]) if record.ends_sampled else 0
+        # All branches of an episode are trained in one row.
+        budget = config.learner.token_budget - len(record.ids)
+        room = min(config.generator.max_model_len - len(record.branch), budget)
+        return config.sampling.max_tokens - sampled, room
+
+    def _over(self) -> str | None:
+        """How the turn has ended, if nothing more of it is to be sampled."""
+        if self._record.ends_sampled and self._record.ids[-1] in self._world.chat.stop_token_ids:
+            return "stop"
+        left, room = self._limits()
+        return "length" if left <= 0 else "context" if room <= 0 else None
 
     async def _sample_turn(self) -> str:
         """Samples until the turn ends; returns `stop`, `length` (of the turn) or `context`."""
-        config, record = self._world.config, self._record
-        stop_ids = self._world.chat.stop_token_ids
-        sampled = record.turns()[-1] if record.ends_sampled else []
-        if sampled and sampled[-1] in stop_ids:
-            return "stop"
-        left = config.sampling.max_tokens - len(sampled)
-        room = config.generator.max_model_len - len(record.ids)
-        if left <= 0:
-            return "length"
-        if room <= 0:
-            return "context"
-        temperature = 0.0 if self._lease.greedy else config.sampling.temperature
-        params = SamplingParams(min(left, room), tuple(stop_ids), temperature, self._lease.seed)
+        over = self._over()
+        if over is not None:
+            return over
+        left, room = self._limits()
+        temperature = 0.0 if self._lease.greedy else self._world.config.sampling.temperature
+        stops = tuple(self._world.chat.stop_token_ids)
+        # A draw is fixed by seed and position; two branches have the same positions and must not draw alike.
+        params = SamplingParams(min(left, room), stops, temperature, self._lease.seed + self._record.forks)
         finish = "abort"
-        async for delta in self._world.engine.generate(str(self._lease.lease_id), list(record.ids), params):
+        async for delta in self._world.engine.generate(str(self._lease.lease_id), self._record.branch, params):
             self._take(delta)
             finish = delta.finish_reason or finish
         if finish == "abort":
@@ -194,50 +268,19 @@ class EpisodeRunner:
     def _take(self, delta: Delta) -> None:
         if delta.token_ids:
             self._record.sample(delta.token_ids, delta.logprobs, delta.version)
-            self._send(delta.token_ids, delta.logprobs, delta.version, True)
+            self._send(delta.token_ids, delta.logprobs, delta.version, True, False)
 
-    def _observe(self, ids: list[int]) -> None:
-        self._record.observe(ids)
-        self._send(ids, [0.0] * len(ids), -1, False)
+    def _observe(self, ids: list[int], fork: bool = False) -> None:
+        self._record.observe(ids, fork)
+        self._send(ids, [0.0] * len(ids), -1, False, fork)
 
-    def _send(self, ids: list[int], logprobs: list[float], version: int, sampled: bool) -> None:
-        lease = self._lease
-        chunk = Chunk(lease.lease_id, lease.episode_id, self._seq, len(ids), version, sampled)
+    def _send(self, ids: list[int], logprobs: list[float], version: int, sampled: bool, fork: bool) -> None:
+        chunk = Chunk(*self._ids(), self._seq, len(ids), version, sampled, fork)
         self._seq += 1
         self._world.sink.chunk(chunk, ids, logprobs)
 
-    # ---- the fault boundary ----------------------------------------------------------------------
-
-    async def _ask(self, question: Callable[[], Awaitable[T]], kind: type[T], what: str) -> T:
-        """Calls a method of the environment and awaits its answer, within the time limit."""
-        limit = self._world.config.env.timeout_s
-        pending = self._guard(what, question)
-        if not inspect.isawaitable(pending):
-            detail = (
-                f"{what} returned {type(pending).__name__} instead of something to await; "
-                f"write it as `async def {what}`"
-            )
-            raise _EnvironmentFault(EpisodeStatus.FAILED_ENVIRONMENT, detail)
-        try:
-            async with asyncio.timeout(limit):
-                answer = await pending
-        except TimeoutError:
-            detail = f"{what} did not answer within env.timeout_s = {limit:g} s"
-            raise _EnvironmentFault(EpisodeStatus.FAILED_TIME, detail) from None
-        except Exception as error:
-            raise _raised(what, error) from error
-        if not isinstance(answer, kind):
-            detail = f"{what} returned {type(answer).__name__}, not {kind.__name__}"
-            raise _EnvironmentFault(EpisodeStatus.FAILED_ENVIRONMENT, detail)
-        return answer
-
-    @staticmethod
-    def _guard(what: str, call: Callable[[], T]) -> T:
-        """Runs what depends on the environment's own code or data and awaits nothing."""
-        try:
-            return call()
-        except Exception as error:
-            raise _raised(what, error) from error
+    def _ids(self) -> tuple[int, int]:
+        return self._lease.lease_id, self._lease.episode_id
 
     async def _close(self, env: Env) -> None:
         """A failure to close concerns nobody but the environment: the episode's result stands."""

@@ -1,6 +1,6 @@
 """What the generator has streamed and the hub has not yet acknowledged.
 
-Chunks and ends of many episodes that become due in one turn of the event loop leave as one message. A
+Chunks, turns and ends of many episodes that become due in one turn of the event loop leave as one message. A
 message is kept until the hub says that it is durable; after a hub restart, or when an ack is overdue,
 everything that is kept is sent again in order (the hub ignores what it already has). The outbox is bounded by
 the leases: without acks the hub grants no new ones.
@@ -12,7 +12,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 
-from asyncrl.messages import Chunk, Chunks, EpisodeEnd
+from asyncrl.messages import Chunk, Chunks, EpisodeEnd, Turn
 
 Send = Callable[[Chunks, Sequence[bytes]], object]
 
@@ -23,6 +23,7 @@ class Outbox:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._chunks: list[Chunk] = []
+        self._turns: list[Turn] = []
         self._ends: list[EpisodeEnd] = []
         self._tokens = array("i")
         self._logprobs = array("f")
@@ -37,6 +38,11 @@ class Outbox:
         self._chunks.append(chunk)
         self._tokens.extend(tokens)
         self._logprobs.extend(logprobs)
+        self._schedule()
+
+    def turn(self, turn: Turn) -> None:
+        """Adds what an environment answered, after the chunks of its turn."""
+        self._turns.append(turn)
         self._schedule()
 
     def end(self, end: EpisodeEnd) -> None:
@@ -80,10 +86,10 @@ class Outbox:
 
     def _flush(self) -> None:
         self._scheduled = False
-        header = Chunks(self._next_id, self._chunks, self._ends)
+        header = Chunks(self._next_id, self._chunks, self._turns, self._ends)
         frames = [self._tokens.tobytes(), self._logprobs.tobytes()]
         self._next_id += 1
-        self._chunks, self._ends = [], []
+        self._chunks, self._turns, self._ends = [], [], []
         self._tokens, self._logprobs = array("i"), array("f")
         self._unacked[header.message_id] = (header, frames, asyncio.get_running_loop().time())
         self._send(header, frames)

@@ -295,4 +295,6 @@ def _build_world(
     environment = load(config.env.name, config.env.args)
     rewards = Rewards(config.reward, scorer.reward if scorer else None)
     engine = open_engine(config, config.model.path, loop, index=index)
-    return World(config, environment, ChatFormat(config.model.path), engine, outbox, rewards)
+    chat = ChatFormat(config.model.path, config.model.renderer)
+    print(f"the chat template: {chat.probe()}", flush=True)
+    return World(config, environment, chat, engine, outbox, rewards)

@@ -1,7 +1,9 @@
 """The token record of one episode: append-only ids, log-probs and the spans that say where they come from.
 
-Sampled ids are kept as sampled and are never re-tokenised; a turn is appended as a suffix. The record holds
-no text and does no I/O. The episode loop appends to it and hands the same tokens to the outbox.
+Sampled ids are kept as sampled and are never re-tokenised; a turn is appended as a suffix. Where the chat template
+rewrites earlier turns the record forks: a new branch begins with the conversation as the template renders it now,
+and what was sampled before stays in the branch that it was sampled in, once. The record holds no text and does no
+I/O. The episode loop appends to it and hands the same tokens to the outbox.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ class TokenRecord:
         self.ids = array("i")
         self.logprobs = array("f")
         self.spans: list[Span] = []
+        self.forks = 0
+        self._branch = 0
+        """Where the last branch begins."""
 
     @classmethod
     def from_prefix(cls, prefix: Prefix, tokens: bytes | memoryview, logprobs: bytes | memoryview) -> TokenRecord:
@@ -31,7 +36,11 @@ class TokenRecord:
         record.ids.frombytes(bytes(tokens))
         record.logprobs.frombytes(bytes(logprobs))
         record.spans = list(prefix.spans)
-        total = sum(span.n for span in record.spans)
+        total = 0
+        for span in record.spans:
+            if span.fork:
+                record.forks, record._branch = record.forks + 1, total
+            total += span.n
         if not total == len(record.ids) == len(record.logprobs):
             raise ValueError(
                 f"a prefix has {len(record.ids)} tokens and {len(record.logprobs)} log-probs, "
@@ -39,11 +48,16 @@ class TokenRecord:
             )
         return record
 
-    def observe(self, ids: Sequence[int]) -> None:
-        """Appends tokens that the policy did not sample (prompt, tool results, user text)."""
+    def observe(self, ids: Sequence[int], fork: bool = False) -> None:
+        """Appends tokens that the policy did not sample (prompt, tool results, user text).
+
+        `fork`: they are a whole conversation, with which a new branch begins.
+        """
+        if fork:
+            self.forks, self._branch = self.forks + 1, len(self.ids)
         self.ids.extend(ids)
         self.logprobs.extend([0.0] * len(ids))
-        self.spans.append(Span(len(ids), -1, False))
+        self.spans.append(Span(len(ids), -1, False, fork))
 
     def sample(self, ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         """Appends tokens that the policy sampled with the weights of `version`."""
@@ -63,6 +77,11 @@ class TokenRecord:
             in_turn = span.sampled
             position += span.n
         return turns
+
+    @property
+    def branch(self) -> list[int]:
+        """The ids of the last branch: all that the policy sees."""
+        return self.ids[self._branch :].tolist()
 
     @property
     def ends_sampled(self) -> bool:

@@ -2,8 +2,10 @@
 
 A token is a candidate if the policy sampled it, it is not the first of its segment, and its episode has a
 reward; it is trained if its lag is within the limit too. Its log-prob comes from the hidden state one position
-before. Everything else is context. On the CPU, sequences of a row that begin with the same prompt share its
-tokens: a group's prompt is computed once, and only the attention repeats it (`asyncrl.learner.attention`).
+before. Everything else is context. An episode is one segment of its row, or, where the chat template rewrites
+earlier turns, one for each branch; its tokens stay one sequence to the loss. On the CPU, segments of a row that
+begin with the same prompt share its tokens: a group's prompt is computed once, and only the attention repeats it
+(`asyncrl.learner.attention`).
 
 Reading comes before weighting: `read` finds the tokens, the caller counts them over the ranks and makes their
 columns, and `build` turns both into rows, of all candidates (to compute something for them) or of the trained
@@ -14,7 +16,7 @@ Called by `asyncrl.learner.update`. Numpy until the last step, no communication.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.learner.attention import Segments, segments
-from asyncrl.messages import Batch
+from asyncrl.messages import Batch, Span
 from asyncrl.trainers.tokens import Tokens
 
 
@@ -59,9 +61,11 @@ class Share:
     trained: np.ndarray
     """[F] bool: of the candidates, those within the lag limit"""
     lengths: np.ndarray
-    """[S]"""
-    prompt: np.ndarray
-    """[S] observed tokens that the sequence begins with"""
+    """[S] tokens of each sequence, all its branches together"""
+    branches: list[list[int]]
+    """[S] tokens of each branch of a sequence: a branch sees nothing of the others"""
+    prompts: list[list[int]]
+    """[S] observed tokens that each branch begins with"""
     episode: np.ndarray
     """[S] index into `Batch.episodes`"""
     row_sizes: list[int]
@@ -111,11 +115,23 @@ def read(batch: Batch, ids: np.ndarray, logprobs: np.ndarray, step: int, limit: 
     lag = step - 1 - np.repeat(np.array([span.version for span in spans], dtype=np.int64), sizes)
     rewarded = np.array([batch.episodes[index].reward is not None for index in episode], dtype=bool)
     candidate = sampled & np.repeat(rewarded, lengths)
-    candidate[(np.cumsum(lengths) - lengths)] = False
+    branches = [[sum(span.n for span in branch) for branch in _branches(run)] for run in batch.spans]
+    prompts = [[0 if branch[0].sampled else branch[0].n for branch in _branches(run)] for run in batch.spans]
+    starts = np.array([n for lengths_of in branches for n in lengths_of], dtype=np.int64)
+    candidate[np.cumsum(starts) - starts] = False
     trained = candidate if limit is None else candidate & (lag <= limit)
     row_sizes = [len(row) for row in batch.rows]
-    prompt = np.array([0 if run[0].sampled else run[0].n for run in batch.spans], dtype=np.int64)
-    return Share(ids, logprobs, lag, candidate, trained, lengths, prompt, episode, row_sizes)
+    return Share(ids, logprobs, lag, candidate, trained, lengths, branches, prompts, episode, row_sizes)
+
+
+def _branches(spans: Sequence[Span]) -> list[list[Span]]:
+    """The spans of each branch of an episode."""
+    branches: list[list[Span]] = []
+    for span in spans:
+        if span.fork or not branches:
+            branches.append([])
+        branches[-1].append(span)
+    return branches
 
 
 def build(
@@ -165,7 +181,9 @@ def _shared(ids: np.ndarray, lengths: np.ndarray, prompts: np.ndarray) -> tuple[
 
 def _row(share: Share, part: slice, mine: slice, label: np.ndarray, tokens: Tokens, device: torch.device) -> Row:
     """One row. An empty one becomes a single token that trains nothing: all ranks run the same collectives."""
-    lengths, prompts, ids = share.lengths[mine], share.prompt[mine], share.ids[part]
+    lengths = np.array([n for branches in share.branches[mine] for n in branches], dtype=np.int64)
+    prompts = np.array([n for branches in share.prompts[mine] for n in branches], dtype=np.int64)
+    ids = share.ids[part]
     if not len(lengths):
         lengths, prompts, ids = np.array([1]), np.array([0]), np.array([0])
     positions = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -153,7 +153,8 @@ def pack(
         candidate=trained,
         trained=trained,
         lengths=lengths,
-        prompt=np.zeros_like(lengths),
+        branches=[[n] for n in lengths.tolist()],
+        prompts=[[0]] * len(order),
         episode=np.arange(len(order)),
         row_sizes=[len(row) for row in planned],
     )

@@ -204,6 +204,11 @@ class RunReader:
         rows = self._db.execute("SELECT state, COUNT(*) FROM episode WHERE greedy GROUP BY state")
         return dict(rows.fetchall())
 
+    def statuses(self) -> dict[str, int]:
+        """Number of ended episodes by how they ended (`messages.EpisodeStatus`)."""
+        rows = self._db.execute("SELECT status, COUNT(*) FROM episode WHERE status != '' GROUP BY status")
+        return dict(rows.fetchall())
+
     def token_counts(self) -> tuple[int, int]:
         """Tokens of all ended episodes, and those of them that the policy sampled."""
         rows = self._db.execute("SELECT COALESCE(SUM(length), 0), COALESCE(SUM(sampled), 0) FROM episode")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from asyncrl.metrics.format import as_text, count, duration, histogram, reasons, sparkline
-from asyncrl.metrics.reader import EpisodeRow, RunReader
+from asyncrl.metrics.reader import EpisodeRow, RunReader, StepRow
 from asyncrl.metrics.view import fold_states
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ def run_summary(run_dir: str | Path) -> str:
             ("tokens", f"{count(sampled)} sampled, {count(tokens)} in all"),
             ("episodes", f"{_trained(by_state, greedy, ' trained')}, {sum(drops.values())} dropped"),
             ("dropped", reasons(drops)),
+            ("ended", reasons(reader.statuses())),
+            *_per_episode(steps),
             ("token lag", histogram(reader.lag_histogram())),
             ("restarts", reasons(died)),
             ("run folder", str(run_dir)),
@@ -137,6 +139,19 @@ def list_episodes(
 
 
 # ---- machinery -----------------------------------------------------------------------------------
+
+
+def _per_episode(steps: Sequence[StepRow]) -> list[tuple[str, str]]:
+    """Mean turns, tool calls and the like of an episode, at both ends of the run; nothing if all have one turn."""
+    names = sorted({name for row in steps for name in row.metrics if name.startswith("env/")})
+    if not names and all(row.metrics.get("turns", 1.0) == 1.0 for row in steps):
+        return []
+    ends = [[row.metrics for row in part if "turns" in row.metrics] for part in (steps[:ENDS], steps[-ENDS:])]
+    told = []
+    for name in ["turns", *names]:
+        first, last = (sum(m.get(name, 0.0) for m in part) / max(1, len(part)) for part in ends)
+        told.append(f"{name.removeprefix('env/')} {first:.2f} → {last:.2f}")
+    return [("an episode", ", ".join(told))]
 
 
 def _reward_text(rewards: list[float]) -> str:

@@ -1,8 +1,9 @@
-"""Trackers besides run.db: Weights & Biases and TensorBoard, fed from run.db by a tail.
+"""Trackers besides run.db: Weights & Biases, TensorBoard and plug-ins, fed from run.db by a tail.
 
 Processes report to the hub only; the tail reads new rows by id in the supervisor's process and hands them
 on, so one writer serves the whole run and no tracker is on training's path. A tracker that fails is
-reported once and left alone from then on: run.db has everything anyway. Called by `asyncrl.metrics.watch`.
+reported once and left alone from then on: run.db has everything anyway. A tracker of your own is a plug-in
+(`track.plugins`): a class or function without arguments that makes a `Tracker`. Called by `asyncrl.metrics.watch`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.config import Config
+from asyncrl.envs.registry import PluginError, load_plugin
 from asyncrl.metrics.reader import RunReader
+
+GROUP = "asyncrl.trackers"
+"""Entry points of trackers."""
+EXTRAS = ("wandb", "tensorboard")
+"""Trackers that are part of asyncrl, each with an extra of its name."""
 
 
 class Tracker(Protocol):
@@ -75,6 +82,39 @@ class TensorBoardTracker:
         self._writer.close()
 
 
+class PluginTracker:
+    """A tracker of somebody else's, loaded and made when the run starts."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def start(self, config: Mapping[str, Any], run_dir: Path) -> None:
+        """Loads, makes and starts the plug-in.
+
+        Raises:
+            PluginError: it cannot be loaded, or what it makes is no tracker.
+        """
+        make = load_plugin(GROUP, self._name, "tracker")
+        if not callable(make):
+            raise PluginError(f"it is a {type(make).__name__}, not a class or function that makes a tracker")
+        self._tracker: Tracker = make()
+        missing = [method for method in ("start", "log", "finish") if not hasattr(self._tracker, method)]
+        if missing:
+            raise PluginError(
+                f"it made a {type(self._tracker).__name__}, which lacks {', '.join(missing)}; see "
+                "asyncrl.metrics.trackers.Tracker"
+            )
+        self._tracker.start(config, run_dir)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hands a row on."""
+        self._tracker.log(step, metrics)
+
+    def finish(self) -> None:
+        """Ends the plug-in."""
+        self._tracker.finish()
+
+
 class SafeTracker:
     """A fault boundary around a tracker: its first failure is printed, and it is not called again."""
 
@@ -101,7 +141,7 @@ class SafeTracker:
             call()
         except Exception as error:
             self.failed = True
-            hint = f"; install the extra: pip install 'asyncrl[{self._name}]'"
+            hint = f"; install the extra: pip install 'asyncrl[{self._name}]'" if self._name in EXTRAS else ""
             print(
                 f"tracker {self._name} is switched off for this run: {type(error).__name__}: {error}"
                 f"{hint if isinstance(error, ImportError) else ''}. Training goes on; run.db has every metric.",
@@ -117,6 +157,8 @@ def open_trackers(config: Config, run_dir: Path) -> list[SafeTracker]:
         wanted["wandb"] = WandbTracker(config.track.wandb, config.track.wandb_project)
     if config.track.tensorboard:
         wanted["tensorboard"] = TensorBoardTracker()
+    for name in config.track.plugins:
+        wanted[name] = PluginTracker(name)
     trackers = [SafeTracker(name, tracker) for name, tracker in wanted.items()]
     for tracker in trackers:
         tracker.start(config.model_dump(mode="json"), run_dir)

@@ -261,7 +261,8 @@ def line(snapshot: Snapshot) -> str:
     s = snapshot
     parts = [f"step {s.step}/{s.steps}", duration(s.elapsed_s)]
     parts.append("reward -" if s.reward is None else f"reward {s.reward:.3f}")
-    for key, form in (("loss", "loss {:.4f}"), ("entropy", "entropy {:.3f}"), ("lag_mean", "lag {:.2f}")):
+    forms = ("loss", "loss {:.4f}"), ("entropy", "entropy {:.3f}"), ("lag_mean", "lag {:.2f}")
+    for key, form in (*forms, ("env/tool_calls", "tool calls {:.2f}")):
         if key in s.learner:
             parts.append(form.format(s.learner[key]))
     parts.append(f"{count(s.tokens_per_s)} tokens/s")
@@ -283,6 +284,9 @@ def _facts(s: Snapshot) -> list[tuple[str, str]]:
             ("entropy", "entropy"),
             ("grad_norm", "gradient norm"),
             ("ess", "effective sample size"),
+            ("turns", "turns"),
+            ("env/tool_calls", "tool calls"),
+            ("env/tool_errors", "tool errors"),
         )
         if key in s.learner
     ]

@@ -87,7 +87,7 @@ class SyntheticGenerator:
                 ends.append(EpisodeEnd(lease, episode, seq + 1, "completed", float(episode % 2), 1))
                 del self.progress[lease]
         nbytes = 4 * self.chunk_tokens * len(chunks)
-        header = Chunks(self.next_id, chunks, ends)
+        header = Chunks(self.next_id, chunks, ends=ends)
         self.sent[self.next_id] = (time.perf_counter(), self.chunk_tokens * len(chunks))
         self.next_id += 1
         self.data.send(header, [self.tokens[:nbytes], self.logprobs[:nbytes]])

@@ -101,7 +101,7 @@ class Peer:
         chunk = Chunk(lease.lease_id, lease.episode_id, seq, len(tokens), 0, seq > 0)
         ends = [EpisodeEnd(lease.lease_id, lease.episode_id, seq + 1, "completed", 1.0, 1)] if end else []
         frames = [np.array(tokens, np.int32).tobytes(), np.zeros(len(tokens), np.float32).tobytes()]
-        self.data.send(Chunks(message_id, [chunk], ends), frames)
+        self.data.send(Chunks(message_id, [chunk], ends=ends), frames)
 
     def close(self) -> None:
         self.control.close()

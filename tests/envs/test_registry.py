@@ -150,6 +150,19 @@ def test_a_file_that_fails_half_way_leaves_no_module_behind(tmp_path: Path) -> N
     assert "asyncrl_plugin_half" not in sys.modules
 
 
+def test_a_plug_in_that_exits_while_it_is_imported_ends_nothing(install, tmp_path: Path) -> None:
+    install("asyncrl-exits", "exits = exits_mod:make", "raise SystemExit(3)", "exits_mod")
+    with pytest.raises(PluginError, match=r"distribution asyncrl-exits 1\.2 cannot be loaded .* SystemExit: 3"):
+        load("exits", {})
+    with pytest.raises(PluginError, match=r"importing .* failed with SystemExit: 3"):
+        load(f"{tmp_path}/exits_mod.py:make", {})
+
+
+def test_names_that_the_caller_knows_itself_are_offered_too() -> None:
+    with pytest.raises(PluginError, match=r"Did you mean 'vllm'\? Installed: vllm, sglang"):
+        load_plugin("asyncrl.no_such_group", "vlm", "engine", ("vllm", "sglang"))
+
+
 def test_other_kinds_of_plug_ins_use_the_same_words() -> None:
     with pytest.raises(PluginError, match=r"no tracker named 'x'.* Installed: none"):
         load_plugin("asyncrl.no_such_group", "x", "tracker")

@@ -196,14 +196,14 @@ async def test_whatever_a_function_does_wrong_fails_the_episode_with_the_reason(
     load: Load, source: str, said: str
 ) -> None:
     status, text = await _fails(load(source))
-    assert status is EpisodeStatus.FAILED_ENVIRONMENT
+    assert status is EpisodeStatus.FAILED_REWARD
     assert said in text
 
 
 async def test_two_rewards_of_one_name_cannot_be_told_apart_and_fail_the_episode(load: Load) -> None:
     rewards = load("def right(final): return 1\ndef many(final): return {'right': 0}", "right", "many")
     assert await _fails(rewards) == (
-        EpisodeStatus.FAILED_ENVIRONMENT,
+        EpisodeStatus.FAILED_REWARD,
         "two rewards are named 'right'; rename one, so that they can be told apart",
     )
 
@@ -247,7 +247,7 @@ def reward(final):
     go.wait()
 """
     rewards = load(source)
-    its = rewards._functions["reward"].function.__globals__
+    its = rewards._calls["reward"]._adapted.function.__globals__
     task = asyncio.create_task(rewards.of(VIEW, {}))
     await _until(lambda: bool(its["ran"]))
     its["go"].set()
@@ -272,20 +272,20 @@ def reward(final):
         go.wait()
 """
     rewards = load(source, timeout_s=600)
-    its = rewards._functions["reward"].function.__globals__
+    its = rewards._calls["reward"]._adapted.function.__globals__
     hung = [asyncio.create_task(rewards.of(VIEW, {})) for _ in range(2)]
     await _until(lambda: len(its["ran"]) == 2)
     for task in hung:
         task.cancel()
     await asyncio.gather(*hung, return_exceptions=True)
-    rewards._settings = Reward(timeout_s=0.05)
+    rewards._calls["reward"]._limit_s = 0.05
     for _ in range(3):
         status, text = await _fails(rewards)
         assert status is EpisodeStatus.FAILED_TIME
         assert text.endswith("did not answer within reward.timeout_s = 0.05 s; 2 calls of it are still running")
     assert len(its["ran"]) == 2
     its["go"].set()
-    await _until(lambda: rewards._room["reward"]._value == 2)
+    await _until(lambda: rewards._calls["reward"]._room._value == 2)
 
 
 async def test_a_thread_that_cannot_be_started_fails_the_episode_and_keeps_no_room(
@@ -299,7 +299,7 @@ async def test_a_thread_that_cannot_be_started_fails_the_episode_and_keeps_no_ro
         patch.setattr(threading.Thread, "start", full)
         for _ in range(THREADS + 1):
             status, text = await _fails(rewards)
-    assert status is EpisodeStatus.FAILED_ENVIRONMENT
+    assert status is EpisodeStatus.FAILED_REWARD
     assert "none can be started: can't start new thread" in text
     assert await rewards.of(VIEW, {}) == {"reward": 1.0}
 
@@ -327,7 +327,7 @@ def reward(final):
     while True: pass
 """
     rewards = load(source, timeout_s=600)
-    running = rewards._functions["reward"].function.__globals__["running"]
+    running = rewards._calls["reward"]._adapted.function.__globals__["running"]
     task = asyncio.create_task(rewards.of(VIEW, {}))
     await _until(lambda: bool(running))
     task.cancel()

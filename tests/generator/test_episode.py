@@ -1,169 +1,21 @@
 """One episode: its turns, its token record, its chunks, and what the environment may do wrong.
 
-The engine recites fixed answers, so that every token and sequence number is known in advance; the tokenizer,
-the chat template, the record and the episode loop are the real ones.
+The engine recites fixed answers (`reciting.py`), so that every token and sequence number is known in advance; the
+tokenizer, the chat template, the record and the episode loop are the real ones.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
+from reciting import DELTA, DONE, MORE, QUESTION, VERSION, Play
 
 from asyncrl.chat import ChatFormat
-from asyncrl.config import Config
-from asyncrl.envs.base import Message, Start, Step
-from asyncrl.envs.rewards import Rewards
-from asyncrl.generator.engines.base import Delta, SamplingParams
-from asyncrl.generator.episode import EpisodeRunner, World
-from asyncrl.generator.record import TokenRecord
-from asyncrl.messages import Chunk, EpisodeEnd, Lease, Prefix, Span, Task
-from asyncrl.toy import write_tokenizer
-
-VERSION = 5
-DELTA = 3
-QUESTION: list[Message] = [{"role": "user", "content": "1+1="}]
-DONE = Step(done=True, rewards={"right": 1.0})
-MORE = Step(done=False, rewards={"polite": 0.25}, messages=[{"role": "user", "content": "and?"}])
-
-
-class Reciter:
-    """An engine that knows what it will say in each turn, and goes on from wherever the prompt breaks off."""
-
-    def __init__(self, turns: Sequence[list[int]], header: int) -> None:
-        self.turns, self.header = turns, header
-        self.requests: list[tuple[list[int], SamplingParams]] = []
-
-    async def generate(self, rid: str, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[Delta]:
-        ids = list(prompt_ids)
-        self.requests.append((ids, params))
-        said = ids[::-1].index(self.header)
-        rest = self.turns[ids.count(self.header) - 1][said:][: params.max_tokens]
-        finish = "stop" if rest[-1] in params.stop_token_ids else "length"
-        assert finish == "stop" or len(rest) == params.max_tokens
-        for begin in range(0, len(rest), DELTA):
-            await asyncio.sleep(0)
-            part = rest[begin : begin + DELTA]
-            last = begin + DELTA >= len(rest)
-            yield Delta(part, [-0.5] * len(part), VERSION, finish if last else None)  # type: ignore[arg-type]
-
-
-class Talk:
-    """An episode that answers with fixed steps; `wrong` replaces its methods, as in `{"step": function}`."""
-
-    def __init__(self, steps: Iterable[Any], wrong: dict[str, Callable[..., Any]]) -> None:
-        self.steps, self.heard, self.closed = list(steps), [], 0
-        vars(self).update(wrong)
-
-    async def reset(self, task: Task) -> Start:
-        return Start(messages=task.prompt)
-
-    async def step(self, message: Message) -> Step:
-        self.heard.append(message["content"])
-        return self.steps[len(self.heard) - 1]
-
-    async def close(self) -> None:
-        self.closed += 1
-
-
-@dataclass
-class Played:
-    """An episode that is over, and all that left it."""
-
-    prompt: list[int]
-    record: TokenRecord = field(default_factory=TokenRecord)
-    chunks: list[tuple[Chunk, list[int], list[float]]] = field(default_factory=list)
-    ends: list[EpisodeEnd] = field(default_factory=list)
-    envs: list[Talk] = field(default_factory=list)
-    requests: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
-
-    def chunk(self, chunk: Chunk, tokens: list[int], logprobs: list[float]) -> None:
-        assert chunk.n == len(tokens) == len(logprobs) > 0
-        self.chunks.append((chunk, list(tokens), list(logprobs)))
-
-    def end(self, end: EpisodeEnd) -> None:
-        # What cannot be encoded would be the end of the generator.
-        self.ends.append(msgspec.msgpack.decode(msgspec.msgpack.encode(end), type=EpisodeEnd))
-
-    @property
-    def result(self) -> tuple[str, float | None, int]:
-        assert len(self.ends) == 1
-        return self.ends[0].status, self.ends[0].reward, self.ends[0].turns
-
-    def check_chunks(self, first: int = 0) -> None:
-        """Sequence numbers have no gap, the end has the next one, and the chunks spell the record."""
-        count = len(self.chunks)
-        assert [chunk.seq for chunk, _, _ in self.chunks] == list(range(first, first + count))
-        assert self.ends[0].seq == first + count
-        sent = [token for _, tokens, _ in self.chunks for token in tokens]
-        assert sent == list(self.record.ids)[len(self.record.ids) - len(sent) :]
-
-
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    return ChatFormat(folder)
-
-
-Play = Callable[..., Any]
-
-
-@pytest.fixture
-def play(chat: ChatFormat) -> Play:
-    """Runs one episode: what the model says ("." ends a turn), what the environment answers, and the limits."""
-
-    async def run(
-        says: Sequence[str],
-        steps: Iterable[Any] = (),
-        wrong: dict[str, Callable[..., Any]] | None = None,
-        make: Callable[[], Any] | None = None,
-        cut: Played | None = None,
-        chunks: int = 0,
-        greedy: bool = False,
-        **limits: Any,
-    ) -> Played:
-        settings = {"max_tokens": 16, "max_model_len": 256, "max_turns": 4, "timeout_s": 20.0} | limits
-        config = Config.model_validate(
-            {
-                "sampling": {"max_tokens": settings["max_tokens"], "temperature": 0.7},
-                "generator": {"max_model_len": settings["max_model_len"]},
-                "env": {"max_turns": settings["max_turns"], "timeout_s": settings["timeout_s"]},
-                "reward": settings.get("reward", {}),
-            }
-        )
-        prompt = chat.prompt_ids(QUESTION)
-        played = Played(prompt)
-
-        class Environment:
-            def task(self, split: str, index: int) -> Task:
-                raise AssertionError("an episode has its task from its lease")
-
-            def make(self) -> Talk:
-                played.envs.append(Talk(steps, wrong or {}))
-                return make() if make else played.envs[-1]
-
-        turns = [chat.encode(text.removesuffix(".")) + [chat.end_id] * text.endswith(".") for text in says]
-        engine = Reciter(turns, prompt[-1])
-        played.requests = engine.requests
-        prefix = Prefix()
-        if cut is not None:
-            known = cut.chunks[:chunks]
-            prefix = Prefix([Span(chunk.n, chunk.version, chunk.sampled) for chunk, _, _ in known], chunks)
-            tokens = np.array([t for _, some, _ in known for t in some], np.int32).tobytes()
-            logprobs = np.array([x for _, _, some in known for x in some], np.float32).tobytes()
-            played.record = TokenRecord.from_prefix(prefix, tokens, logprobs)
-        lease = Lease(7, 3, Task("t", QUESTION), seed=11, prefix=prefix, greedy=greedy)
-        world = World(config, Environment(), chat, engine, played, Rewards(config.reward))  # type: ignore[arg-type]
-        await EpisodeRunner(world, lease, played.record).run()
-        return played
-
-    return run
-
+from asyncrl.envs.base import Start, Step
+from asyncrl.messages import Span
 
 # ---- turns -----------------------------------------------------------------------------------------
 
@@ -240,12 +92,14 @@ async def test_more_turns_than_max_turns_truncate_the_episode(play: Play) -> Non
     played.check_chunks()
 
 
-@pytest.mark.parametrize("chunks", range(7))
-async def test_an_episode_cut_after_any_chunk_goes_on_as_if_nothing_had_happened(play: Play, chunks: int) -> None:
+@pytest.mark.parametrize(("chunks", "answered"), [*((n, False) for n in range(7)), (3, True)])
+async def test_an_episode_cut_after_any_chunk_goes_on_as_if_nothing_had_happened(
+    play: Play, chunks: int, answered: bool
+) -> None:
     script: tuple[Any, Any] = (["two.", "sure."], [MORE, DONE])
     whole = await play(*script)
     assert len(whole.chunks) == 6
-    resumed = await play(*script, cut=whole, chunks=chunks)
+    resumed = await play(*script, cut=whole, chunks=chunks, answered=answered)
     assert [(c.seq, c.sampled, tokens) for c, tokens, _ in resumed.chunks] == [
         (c.seq, c.sampled, tokens) for c, tokens, _ in whole.chunks[chunks:]
     ]
@@ -299,7 +153,7 @@ async def test_an_episode_that_fails_gives_up_the_rewards_of_its_earlier_turns(p
 
 async def test_a_reward_whose_name_is_no_text_fails_the_episode(play: Play) -> None:
     played = await play(["2."], [Step(done=True, rewards={3: 1.0})])  # type: ignore[dict-item]
-    assert played.result[:2] == ("failed_environment", None)
+    assert played.result[:2] == ("failed_reward", None)
     assert played.ends[0].detail == "a reward has the name 3, which is no text"
 
 
@@ -312,7 +166,7 @@ async def test_a_reward_of_any_numeric_type_becomes_a_plain_float(play: Play, va
 @pytest.mark.parametrize("value", ["good", float("nan"), float("-inf"), [1.0], np.float64("nan")])
 async def test_a_reward_that_is_no_number_fails_the_episode_and_is_named(play: Play, value: Any) -> None:
     played = await play(["2."], [Step(done=True, rewards={"right": value})])
-    assert played.result[:2] == ("failed_environment", None)
+    assert played.result[:2] == ("failed_reward", None)
     assert played.ends[0].detail == f"reward 'right' = {value!r} is no number"
 
 
@@ -359,7 +213,7 @@ async def test_a_truncated_episode_is_judged_and_one_without_a_turn_is_not(play:
 @pytest.mark.parametrize(
     ("body", "limit", "status", "detail"),
     [
-        ("raise KeyError('lost')", {}, "failed_environment", "reward function 'judge' raised KeyError: 'lost'"),
+        ("raise KeyError('lost')", {}, "failed_reward", "reward function 'judge' raised KeyError: 'lost'"),
         (
             "while True: pass",
             {"timeout_s": 0.2},
@@ -427,12 +281,12 @@ async def give_no_rewards(*_: Any) -> Any:
         ("reset", raise_now, "reset raised KeyError: 'lost'"),
         ("reset", return_text, "reset returned str, not Start"),
         ("reset", return_at_once, "write it as `async def reset`"),
-        ("reset", give_malformed_messages, "the chat template, given reset's messages, raised"),
+        ("reset", give_malformed_messages, "the chat template raised"),
         ("step", raise_later, "step raised KeyError: 'lost'"),
         ("step", raise_now, "step raised KeyError: 'lost'"),
         ("step", return_text, "step returned str, not Step"),
         ("step", return_at_once, "write it as `async def step`"),
-        ("step", give_no_messages, "the chat template, given step's messages, raised"),
+        ("step", give_no_messages, "step's messages raised ValidationError: Expected `array`, got `null`"),
         ("step", give_no_rewards, "reading step's rewards raised"),
     ],
 )
@@ -440,7 +294,8 @@ async def test_whatever_a_method_does_wrong_fails_its_own_episode_only(
     play: Play, method: str, wrong: Callable[..., Any], detail: str
 ) -> None:
     played = await play(["2."], [DONE], wrong={method: wrong})
-    assert played.result[:2] == ("failed_environment", None)
+    malformed = wrong is give_malformed_messages
+    assert played.result[:2] == ("failed_parse" if malformed else "failed_environment", None)
     assert detail in played.ends[0].detail
     assert played.envs[0].closed == 1
     played.check_chunks()

@@ -41,7 +41,7 @@ class RunWriter:
     ) -> list[int]:
         """Admits a group of episodes in the given (state, reason), the last perhaps greedy; returns their ids."""
         task = json.dumps({"id": f"t{group_id}", "prompt": []})
-        self.db.execute("INSERT INTO task VALUES (?, ?, ?)", (group_id, f"t{group_id}", task))
+        self.db.execute("INSERT INTO task VALUES (?, ?, ?, ?)", (group_id, group_id, f"t{group_id}", task))
         self.db.execute(
             "INSERT INTO grp (group_id, task_index, state, admitted, needs_version)"
             " VALUES (?, ?, 'running', ?, 0)",
@@ -63,8 +63,8 @@ class RunWriter:
 
     def chunk(self, episode_id: int, seq: int, tokens: list[int], sampled: bool) -> None:
         blob = array("i", tokens).tobytes()
-        row = (episode_id, seq, len(tokens), 2, int(sampled), blob, b"")
-        self.db.execute("INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        row = (episode_id, seq, len(tokens), 2, int(sampled), 0, blob, b"")
+        self.db.execute("INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     def step(self, step: int, episodes: list[int], **metrics: float) -> None:
         self.seal(step, episodes)

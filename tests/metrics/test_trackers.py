@@ -78,6 +78,67 @@ def test_no_tracker_is_opened_unless_asked_for(tmp_path: Path) -> None:
     assert open_trackers(Config(), tmp_path) == []
 
 
+PLUGIN = """
+import json
+
+class Lines:
+    def start(self, config, run_dir):
+        self.file = open(run_dir / "lines.txt", "w")
+        self.file.write(config["env"]["name"] + "\\n")
+
+    def log(self, step, metrics):
+        self.file.write(json.dumps([step, metrics]) + "\\n")
+
+    def finish(self):
+        self.file.close()
+
+def half(): return Notes()
+
+class Notes:
+    def start(self, config, run_dir): pass
+
+def away():
+    import a_service_that_is_not_there
+
+number = 3
+"""
+
+
+def _with_plugins(config: Config, *plugins: str) -> Config:
+    return config.model_copy(update={"track": config.track.model_copy(update={"plugins": list(plugins)})})
+
+
+def test_a_tracker_of_ones_own_gets_every_row(new_run, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    run = new_run()
+    with RunReader(run.run_dir) as reader:
+        tail = Tail(reader, open_trackers(_with_plugins(run.config, f"{tmp_path}/mine.py:Lines"), run.run_dir))
+        run.step(1, [], reward=0.5)
+        tail.finish()
+    assert (run.run_dir / "lines.txt").read_text() == 'arithmetic\n[1, {"reward": 0.5}]\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("nobody", "no tracker named 'nobody'"),
+        ("mine.py:half", "it made a Notes, which lacks log, finish"),
+        ("mine.py:number", "it is a int, not a class"),
+        ("mine.py:away", "No module named 'a_service_that_is_not_there'. Training goes on"),
+    ],
+)
+def test_a_plug_in_that_is_no_tracker_is_reported_and_left_alone(
+    capsys, monkeypatch, tmp_path: Path, name: str, text: str
+) -> None:
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    monkeypatch.chdir(tmp_path)
+    (tracker,) = open_trackers(_with_plugins(Config(), name), tmp_path)
+    assert tracker.failed
+    said = capsys.readouterr().err
+    assert f"tracker {name} is switched off" in said
+    assert text in said
+
+
 def test_tensorboard_files_hold_the_rewards(new_run) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

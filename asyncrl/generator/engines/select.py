@@ -1,8 +1,9 @@
 """Chooses and opens the engine that a configuration names.
 
-The only place that knows which engines there are; each is imported only when it is chosen. Called by the
-generator process and by `asyncrl eval` (`open_engine`), and by `asyncrl.launch` (`choose`), which must not import
-torch.
+The only place that knows which engines there are; each is imported only when it is chosen. An engine of your own
+is a plug-in: a function `(config, model_path, loop, index)` that returns an `Engine`
+(`asyncrl.generator.engines.base`). Called by the generator process and by `asyncrl eval` (`open_engine`), and by
+`asyncrl.launch` (`choose`), which must not import torch.
 """
 
 from __future__ import annotations
@@ -11,18 +12,25 @@ import asyncio
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.envs.registry import PluginError, load_plugin
 from asyncrl.generator.engines.base import Engine
 from asyncrl.generator.engines.sglang_flags import flags
 from asyncrl.generator.engines.vllm_settings import check_args
 
+GROUP = "asyncrl.engines"
+"""Entry points of engines."""
+BUILT_IN = ("transformers", "vllm", "sglang")
 INSTALL = {
     "vllm": "pip install 'asyncrl[vllm]' on a machine with GPUs; README, section Engines, for CPUs",
     "sglang": "pip install 'asyncrl[sglang]', or --sglang.python of an environment that has it, or --sglang.urls",
 }
 VLLM = ((0, 29), (0, 33))
 """Oldest and newest vLLM whose interfaces are known to fit."""
+METHODS = ("version", "stats", "generate", "abort", "update", "close")
+"""What an engine must have; see `asyncrl.generator.engines.base.Engine`."""
 Versions = Callable[[str], str | None]
 """The installed version of a distribution, or None."""
 
@@ -42,7 +50,7 @@ def choose(config: Config, installed: Versions = _installed) -> str:
 
     Raises:
         ValueError: the engine is not installed, does not run on `generator.device`, or is told in `vllm.args` or
-            `sglang.args` what other settings decide; the text says what to do.
+            `sglang.args` what other settings decide; the text says what to do. A plug-in cannot be loaded.
     """
     check_arguments(config)
     problems = {"transformers": "", "vllm": _vllm_problem(config, installed)}
@@ -51,7 +59,9 @@ def choose(config: Config, installed: Versions = _installed) -> str:
     if engine == "auto":
         ranking = ("vllm", "sglang") if config.generator.device.startswith("cuda") else ()
         return next((name for name in ranking if not problems[name]), "transformers")
-    if problems[engine]:
+    if engine not in problems:
+        _plugin(engine)
+    elif problems[engine]:
         raise ValueError(problems[engine])
     return engine
 
@@ -76,6 +86,14 @@ def check_arguments(config: Config) -> None:
             f"sglang.urls names {len(urls)} servers for generator.count = {config.generator.count} generators; "
             "every generator needs a server of its own"
         )
+
+
+def _plugin(name: str) -> Callable[..., Any]:
+    """The function that opens an engine of somebody else's."""
+    opens = load_plugin(GROUP, name, "engine", ("auto", *BUILT_IN))
+    if not callable(opens):
+        raise PluginError(f"engine {name!r} is a {type(opens).__name__}, not a function that opens an engine")
+    return opens
 
 
 def _vllm_problem(config: Config, installed: Versions) -> str:
@@ -121,7 +139,8 @@ def open_engine(
 ) -> Engine:
     """Loads `model_path` into the configured engine; its weights count as `first_version`.
 
-    May be called from any thread but the loop's; the engine then belongs to `loop`.
+    May be called from any thread but the loop's; the engine then belongs to `loop`. A plug-in is not told
+    `first_version`: it begins with version 0.
 
     Args:
         config: the run's configuration.
@@ -129,6 +148,9 @@ def open_engine(
         loop: the event loop that will use the engine; it must be running.
         first_version: the version that `model_path` counts as.
         index: the generator's number, for settings that are given for each.
+
+    Raises:
+        ValueError: see `choose`; or what a plug-in returned is no engine.
     """
     engine = choose(config)
     if engine == "vllm":
@@ -139,7 +161,22 @@ def open_engine(
         from asyncrl.generator.engines.sglang import open_sglang
 
         return open_sglang(config, model_path, loop, first_version, index)
-    return _open_transformers(config, model_path, loop, first_version)
+    if engine == "transformers":
+        return _open_transformers(config, model_path, loop, first_version)
+    return _open_plugin(engine, config, model_path, loop, index)
+
+
+def _open_plugin(
+    name: str, config: Config, model_path: str, loop: asyncio.AbstractEventLoop, index: int
+) -> Engine:
+    engine: Engine = _plugin(name)(config, model_path, loop, index)
+    missing = [method for method in METHODS if not hasattr(engine, method)]
+    if missing:
+        raise PluginError(
+            f"engine {name!r} returned a {type(engine).__name__}, which lacks {', '.join(missing)}; "
+            "see asyncrl.generator.engines.base.Engine"
+        )
+    return engine
 
 
 def _open_transformers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass
 from types import SimpleNamespace as Span
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config, Vllm
-from asyncrl.generator.engines.select import choose
+from asyncrl.generator.engines.select import choose, open_engine
 from asyncrl.generator.engines.vllm_async import _compare
 from asyncrl.generator.engines.vllm_settings import arguments, check_adapter, check_names, environment
 
@@ -70,6 +71,50 @@ def test_a_server_or_another_python_needs_no_sglang_here(tmp_path):
     generator = {"engine": "sglang", "device": "cuda", "count": 1}
     for sglang in ({"urls": ["http://a"]}, {"python": str(python)}):
         assert choose(config(generator=generator, sglang=sglang), {}.get) == "sglang"
+
+
+ENGINE = """
+class Mine:
+    version, stats = 0, None
+    def __init__(self, *told): self.told = told
+    generate = abort = update = close = None
+
+def half(*told):
+    return Half()
+
+class Half:
+    version, stats, generate = 0, None, None
+
+number = 3
+"""
+
+
+def named(engine: str) -> Config:
+    return Config(generator=Config().generator.model_copy(update={"engine": engine}))
+
+
+async def test_an_engine_of_ones_own_is_opened_with_what_it_needs(tmp_path):
+    (tmp_path / "mine.py").write_text(ENGINE)
+    plugin = named(f"{tmp_path}/mine.py:Mine")
+    assert choose(plugin, {}.get) == plugin.generator.engine
+    loop = asyncio.get_running_loop()
+    assert open_engine(plugin, "model", loop, index=3).told == (plugin, "model", loop, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("vlm", r"no engine named 'vlm'\. Did you mean 'vllm'\? Installed: auto, transformers, vllm, sglang"),
+        ("mine.py:number", "is a int, not a function that opens an engine"),
+        ("mine.py:half", "returned a Half, which lacks abort, update, close"),
+        ("mine.py:none", "has no 'none'"),
+    ],
+)
+async def test_a_plug_in_that_is_no_engine_is_refused(tmp_path, monkeypatch, name, text):
+    (tmp_path / "mine.py").write_text(ENGINE)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=text):
+        open_engine(named(name), "model", asyncio.get_running_loop())
 
 
 def test_an_adapter_that_vllm_would_fail_on_is_refused_beforehand(tmp_path):
