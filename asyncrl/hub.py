@@ -310,6 +310,10 @@ class Hub:
             except IndexError:
                 self._fail(f"the environment has no more training tasks from {self._scheduler.next_draw} on")
                 return
+            except Exception as error:  # The fault boundary of the environment's tasks.
+                what = f"the environment cannot give training task {self._scheduler.next_draw}"
+                self._fail(f"{what}: {type(error).__name__}: {error}")
+                return
             self._scheduler.admit(task, now, index)
 
     def _grant(self, now: float) -> None:

@@ -1,7 +1,7 @@
 """Episodes in an environment worker, and the threads that they live on: requests in, encoded answers out.
 
-Called by `asyncrl.envs.worker`. What the environment raises is an answer
-too, whatever it is: a `SystemExit` of one episode must not end the others' thread.
+Called by `asyncrl.envs.worker`. What the environment raises is an answer too, whatever it is: a `SystemExit` of
+one episode must not end the others' thread.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Link:
 
     def _post(self, request: Request) -> bool:
         """Sends what can be sent at once; False if there is no connection."""
-        sent = self._socket.send_multipart([worker_messages.encode(request)], zmq.NOBLOCK)
+        sent: Any = self._socket.send_multipart([worker_messages.encode(request)], zmq.NOBLOCK)
         return sent.exception() is None
 
     async def _receive(self) -> None:

@@ -172,7 +172,7 @@ async def test_what_cannot_be_scored_is_answered_with_the_reason_and_harms_no_ot
     )
     for fault, said in ((found[1], f"and the reward model takes 1 to {POSITIONS}"), (found[2], "template raised")):
         assert isinstance(fault, RewardFault)
-        assert fault.status is EpisodeStatus.FAILED_ENVIRONMENT
+        assert fault.status is EpisodeStatus.FAILED_REWARD
         assert str(fault).startswith("reward function 'model' raised NotScored: ")
         assert said in str(fault)
 
@@ -264,7 +264,7 @@ scorer.RewardModel = Hangs
 
 async def evaluate():
     async with scorer.rewards_here(Reward(model="it", timeout_s=0.2)) as rewards:
-        asyncio.create_task(rewards._functions["model"].function(VIEW))
+        asyncio.create_task(rewards._calls["model"]._adapted.function(VIEW))
         await asyncio.Event().wait()
 
 try:
