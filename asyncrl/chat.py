@@ -58,7 +58,7 @@ class ChatFormat:
         """Sampling any of these ends an assistant turn: end of turn, and end of text. Sorted."""
         added = self._tokenizer.added_tokens_decoder.items()
         kept = {i for i, token in added if token.content in tool_calls.MARKERS}
-        self._dropped = (self._special | {*self.stop_token_ids}) - kept
+        self._dropped = (self._special.ids | {*self.stop_token_ids}) - kept
         prompt = attempt(lambda: self.render([QUESTION], (), True)) or ""
         self._opens_reasoning = prompt.rstrip().endswith(tool_calls.THINK)
 
@@ -170,8 +170,7 @@ class ChatFormat:
         (`<tool_call>`, `</think>`); in others, and in a tool's schema, only the special ones.
         """
         forbidden = self._markup if message.get("role") == "tool" else self._special
-        changed: Message = neutral.neutral(self._tokenizer, message, forbidden)
-        return changed
+        return neutral.neutral(self._tokenizer, message, forbidden)
 
     def cut(self, text: str, limit: int) -> str:
         """The text if it has at most `limit` tokens; otherwise a beginning and a notice, so many together."""

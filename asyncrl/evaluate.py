@@ -21,6 +21,7 @@ from asyncrl.generator.record import TokenRecord
 from asyncrl.messages import Chunk, EpisodeEnd, Lease, Task, Turn
 from asyncrl.scorer import rewards_here
 from asyncrl.settings import UsageError
+from asyncrl.tasks import plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ def _draw(config: Config, environment: Environment, tasks: int) -> list[Task]:
     drawn: list[Task] = []
     for index in range(tasks):
         try:
-            drawn.append(environment.task("eval", index))
+            drawn.append(plain(environment.task("eval", index)))
         except IndexError:
             break
     if not drawn:

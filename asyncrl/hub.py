@@ -229,7 +229,7 @@ class Hub:
             verdict = self._scheduler.turn(turn)
             early |= verdict is Verdict.EARLY
             if verdict is Verdict.ACCEPTED:
-                self._record(records.turn(turn))
+                self._record(*records.turn(turn))
             elif verdict is Verdict.REFUSED:
                 refused.add(turn.lease_id)
         for end in message.ends:

@@ -37,7 +37,7 @@ class EpisodeStatus(StrEnum):
     TRUNCATED_LENGTH = "truncated_length"
     """The model ran into `sampling.max_tokens`; the episode is still rewarded and trained."""
     TRUNCATED_CONTEXT = "truncated_context"
-    """Prompt and completion filled the model's context; the episode is still rewarded and trained."""
+    """Nothing more fits into the model's context, or the learner's row; still rewarded and trained."""
     TRUNCATED_TURNS = "truncated_turns"
     """The environment asked for more turns than `env.max_turns`."""
     FAILED_ENVIRONMENT = "failed_environment"

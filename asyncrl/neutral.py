@@ -7,7 +7,7 @@ control token is the tokenizer's own view of the text, not a list of patterns. C
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -17,27 +17,40 @@ _BREAKS = 4
 """Rounds of breaking tokens up, before what is left of them is taken out."""
 
 
-def control_ids(tokenizer: Any) -> tuple[frozenset[int], frozenset[int]]:
-    """The ids of a tokenizer's special tokens; and of these and all other added tokens that look like markup.
+@dataclass(frozen=True, slots=True)
+class Forbidden:
+    """Tokens that no text from outside may be encoded to."""
+
+    ids: frozenset[int]
+    texts: tuple[str, ...] | None
+    """A text without any of these is encoded to none of the tokens; None: that cannot be told from the text."""
+
+    @classmethod
+    def of(cls, tokens: dict[int, Any]) -> Forbidden:
+        """The given added tokens, by id. One that is looked for in normalised text may be spelled otherwise."""
+        literal = not any(token.normalized for token in tokens.values())
+        return cls(frozenset(tokens), tuple(token.content for token in tokens.values()) if literal else None)
+
+    def absent(self, text: str) -> bool:
+        """Whether a text certainly spells none of them; encoding it, to be sure, takes thirty times longer."""
+        return self.texts is not None and not any(token in text for token in self.texts)
+
+
+def control_ids(tokenizer: Any) -> tuple[Forbidden, Forbidden]:
+    """A tokenizer's special tokens; and these and all other added tokens that look like markup.
 
     The second set holds `<tool_call>` or `</think>`, which tokenizers add without calling them special. Added
     tokens that are words or white space mark nothing.
     """
     added = tokenizer.added_tokens_decoder
-    special = frozenset(i for i, token in added.items() if token.special)
-    markup = {i for i, token in added.items() if token.content.strip() and not token.content.strip()[0].isalnum()}
-    return special, special | markup
+    special = {i: token for i, token in added.items() if token.special}
+    markup = {i: t for i, t in added.items() if t.content.strip() and not t.content.strip()[0].isalnum()}
+    return Forbidden.of(special), Forbidden.of(special | markup)
 
 
-def neutral(tokenizer: Any, value: Any, forbidden: Collection[int]) -> Any:
-    """A message, or a part of one, in which no text is encoded to a forbidden id; its `role` is left alone."""
-    if isinstance(value, str):
-        return _neutral_text(tokenizer, value, forbidden)
-    if isinstance(value, dict):
-        return {k: v if k == "role" else neutral(tokenizer, v, forbidden) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [neutral(tokenizer, item, forbidden) for item in value]
-    return value
+def neutral(tokenizer: Any, message: dict[str, Any], forbidden: Forbidden) -> dict[str, Any]:
+    """A message in which no text is encoded to a forbidden id; its own `role` and keys are left alone."""
+    return {k: v if k == "role" else _neutral(tokenizer, v, forbidden) for k, v in message.items()}
 
 
 def cut(tokenizer: Any, text: str, limit: int) -> str:
@@ -64,10 +77,23 @@ def cut(tokenizer: Any, text: str, limit: int) -> str:
     return notice.lstrip()
 
 
-def _neutral_text(tokenizer: Any, text: str, forbidden: Collection[int]) -> str:
+def _neutral(tokenizer: Any, value: Any, forbidden: Forbidden) -> Any:
+    """A part of a message: also its keys, for a call's arguments have those that the model likes."""
+    if isinstance(value, str):
+        return _neutral_text(tokenizer, value, forbidden)
+    if isinstance(value, dict):
+        return {_neutral(tokenizer, k, forbidden): _neutral(tokenizer, v, forbidden) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_neutral(tokenizer, item, forbidden) for item in value]
+    return value
+
+
+def _neutral_text(tokenizer: Any, text: str, forbidden: Forbidden) -> str:
     for attempt in count():
+        if forbidden.absent(text):
+            return text
         ids, spans = _encoded(tokenizer, text)
-        found = [span for i, span in zip(ids, spans, strict=True) if i in forbidden]
+        found = [span for i, span in zip(ids, spans, strict=True) if i in forbidden.ids]
         if not found:
             return text
         pieces, position = [], 0

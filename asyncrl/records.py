@@ -79,6 +79,7 @@ _CHUNK = Statement(
 _TURN = Statement(
     "turn", "INSERT OR REPLACE INTO turn (episode_id, turn, turn_json, snapshot) VALUES (?, ?, ?, ?)"
 )
+_OLD_SNAPSHOT = Statement("turn", "UPDATE turn SET snapshot = NULL WHERE episode_id = ? AND turn < ?")
 _STEP = Statement("step", "INSERT OR REPLACE INTO step (step, batch_id, ended, metrics_json) VALUES (?, ?, ?, ?)")
 _VERSION = Statement(
     "version", "INSERT OR REPLACE INTO version (version, published, seconds, nbytes) VALUES (?, ?, ?, ?)"
@@ -182,10 +183,16 @@ def chunk(header: Chunk, tokens: bytes | memoryview, logprobs: bytes | memoryvie
     return Record(_CHUNK, (h.episode_id, h.seq, h.n, h.version, h.sampled, h.fork, *held))
 
 
-def turn(turn: Turn) -> Record:
-    """What an environment answered. A turn that is answered anew, elsewhere, takes the place of the first."""
+def turn(turn: Turn) -> list[Record]:
+    """What an environment answered. A turn that is answered anew, elsewhere, takes the place of the first.
+
+    Only an episode's last snapshot is kept.
+    """
     plain = msgspec.json.encode(msgspec.structs.replace(turn, snapshot=None)).decode()
-    return Record(_TURN, (turn.episode_id, turn.turn, plain, turn.snapshot))
+    written = [Record(_TURN, (turn.episode_id, turn.turn, plain, turn.snapshot))]
+    if turn.snapshot is not None and turn.turn:
+        written.append(Record(_OLD_SNAPSHOT, (turn.episode_id, turn.turn)))
+    return written
 
 
 def step(step: int, batch_id: int, ended: float, metrics: Mapping[str, float]) -> Record:

@@ -69,7 +69,7 @@ CREATE TABLE IF NOT EXISTS turn (
     episode_id INTEGER NOT NULL,
     turn INTEGER NOT NULL,                   -- 0: its reset
     turn_json TEXT NOT NULL,                 -- a messages.Turn without its snapshot
-    snapshot BLOB,                           -- state of the environment after the turn, if it has snapshots
+    snapshot BLOB,                           -- state of the environment after it; of the last one only
     PRIMARY KEY (episode_id, turn)
 );
 

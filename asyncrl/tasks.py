@@ -7,6 +7,8 @@ by the hub.
 
 from __future__ import annotations
 
+import msgspec
+
 from asyncrl.config import Env
 from asyncrl.curriculum import Curriculum
 from asyncrl.envs.base import Environment
@@ -32,9 +34,10 @@ class Tasks:
 
         Raises:
             IndexError: the environment has no more training tasks.
+            Exception: whatever else the environment raises, or `plain`.
         """
         while True:
-            task = self._environment.task("train", index)
+            task = plain(self._environment.task("train", index))
             if self._curriculum is None or self._curriculum.wants(task.id, index):
                 return index, task
             index += 1
@@ -46,3 +49,17 @@ class Tasks:
             each.state in (EpisodeState.DONE, EpisodeState.FAILED) for each in group.episodes
         ):
             self._curriculum.record(group.task.id, group.rewards)
+
+
+def plain(task: Task) -> Task:
+    """A task as the journal keeps it, so that its first lease and one after a restart of the hub carry the same.
+
+    Raises:
+        TypeError: something in it has no JSON.
+        UnicodeEncodeError: a text in it is none.
+        OverflowError: a whole number in it has more than 64 bits.
+        msgspec.ValidationError: it is no task.
+    """
+    same = msgspec.json.decode(msgspec.json.encode(task), type=Task)
+    msgspec.msgpack.encode(same)  # JSON has whole numbers of any size, a lease does not.
+    return same

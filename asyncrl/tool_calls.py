@@ -15,6 +15,7 @@ No tokens, no templates. Called by `asyncrl.chat`; formats of other families are
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -161,7 +162,22 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON value")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+def _whole(text: str) -> int:
+    """A whole number that can be sent on, to a tool elsewhere or to a reward model."""
+    number = int(text)
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"the number {text[:20]}... has more than 64 bits")
+    return number
+
+
+def _decimal(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_int=_whole, parse_float=_decimal)
 
 
 def _blanks(text: str, position: int) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 
 from asyncrl import __version__
 from asyncrl.chat import ChatFormat
-from asyncrl.config import Config, Learner
+from asyncrl.config import Config, Env, Learner
 from asyncrl.datasets import Conversation
 from asyncrl.envs.base import Demonstrates, Environment, Start
 from asyncrl.envs.registry import load
@@ -157,10 +157,13 @@ def write_tokenizer(path: str | Path) -> None:
 # ---- the warm start ------------------------------------------------------------------------------
 
 
-def examples(environment: Environment, chat: ChatFormat, seed: int) -> Iterator[Example]:
+def examples(
+    environment: Environment, chat: ChatFormat, seed: int, limit_s: float = Env().timeout_s
+) -> Iterator[Example]:
     """Supervised rows without end: ideal episodes of training tasks, all assistant turns trained on.
 
     Tasks are drawn at random from the first 2**31 of the training split; an environment with fewer is cycled.
+    `limit_s`: time limit of its `reset` and `close`.
 
     Raises:
         UsageError: the environment has no demonstrations, or the chat template cannot append their turns.
@@ -173,7 +176,7 @@ def examples(environment: Environment, chat: ChatFormat, seed: int) -> Iterator[
     shows: Demonstrates = environment
     with asyncio.Runner() as runner:
         for task in _tasks(environment, seed):
-            start = runner.run(_started(environment, task))
+            start = runner.run(_started(environment, task, limit_s))
             shown = shows.demonstration(task)
             answers = [{"role": "assistant", "content": shown}] if isinstance(shown, str) else shown
             messages = [*start.messages, *answers]
@@ -181,13 +184,15 @@ def examples(environment: Environment, chat: ChatFormat, seed: int) -> Iterator[
             yield encode(chat, Conversation(f"the demonstration of {task.id}", messages, start.tools, trained))
 
 
-async def _started(environment: Environment, task: Task) -> Start:
+async def _started(environment: Environment, task: Task, limit_s: float) -> Start:
     """What an episode of the task begins with."""
     env = environment.make()
     try:
-        return await env.reset(task)
+        async with asyncio.timeout(limit_s):
+            return await env.reset(task)
     finally:
-        await env.close()
+        async with asyncio.timeout(limit_s):
+            await env.close()
 
 
 def warm_start(config: Config, model: str | Path, out: str | Path, progress: Callable[[str], object]) -> None:
@@ -207,9 +212,8 @@ def warm_start(config: Config, model: str | Path, out: str | Path, progress: Cal
     """
     from asyncrl.learner.sft import train_sft
 
-    rows = examples(
-        load(config.env.name, config.env.args), ChatFormat(model, config.model.renderer), config.run.seed
-    )
+    environment, chat = load(config.env.name, config.env.args), ChatFormat(model, config.model.renderer)
+    rows = examples(environment, chat, config.run.seed, config.env.timeout_s)
     steps, started = config.toy.warm_steps, time.monotonic()
     recent: deque[float] = deque(maxlen=LOSS_WINDOW)
 

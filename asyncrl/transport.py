@@ -193,6 +193,6 @@ class Client:
 def _decode(parts: list[Any]) -> tuple[Message, list[memoryview]] | None:
     try:
         message = decode(parts[0].buffer)
-    except (msgspec.DecodeError, IndexError, UnicodeDecodeError):
+    except (msgspec.DecodeError, IndexError, UnicodeDecodeError, RecursionError):  # The last: nested too deep.
         return None
     return message, [part.buffer for part in parts[1:]]

@@ -22,6 +22,7 @@ import signal
 from asyncio.subprocess import PIPE
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -30,6 +31,7 @@ import msgspec
 from asyncrl.envs.agent_endpoint import AgentEndpoint, Asked, CutOff, Exchange
 from asyncrl.envs.base import Message, Split, Start, Step
 from asyncrl.envs.registry import load_plugin
+from asyncrl.envs.threads import result_of
 from asyncrl.messages import Task
 
 STOP_S = 5.0
@@ -113,9 +115,11 @@ class AgentEnv:
         if self._work is not None:
             self._work.cancel()
             await asyncio.wait({self._work}, timeout=STOP_S)
+            if self._work.done() and not self._work.cancelled():
+                self._work.exception()  # What it raised was told already, or concerns nobody any more.
 
     async def _run(self, task: Task, base_url: str, key: str) -> Outcome:
-        return _outcome(await self._agent(task, base_url, key))
+        return _outcome(await result_of(partial(self._agent, task, base_url, key), awaits=True))
 
     async def _next(self, exchange: Exchange) -> Asked | None:
         """The agent's next request; None if it has ended.

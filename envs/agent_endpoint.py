@@ -96,6 +96,14 @@ class Exchange:
         except Refused as why:
             self.refuse(why)
             raise
+        except (
+            LookupError,
+            TypeError,
+            AttributeError,
+        ) as error:  # A call that is a text, a role that is a list...
+            malformed = Refused(f"the request is none of chat completions: {type(error).__name__}: {error}")
+            self.refuse(malformed)
+            raise malformed from error
         assert self._answer is not None
         said = await self._answer
         return completion(said, str(body.get("model", "policy")), self._turn)

@@ -12,10 +12,10 @@ fails and is dropped. One on which it raises is wrong, and counted. Needs `pip i
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 from collections.abc import Iterable, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ CHECKED = 100
 """So many rows of each file have their answers parsed when the environment is made; the others when drawn."""
 GOLDS_S = 60.0
 """Time limit of parsing them."""
+JUDGE = f"{__name__}:judge"
 
 
 class Judge:
@@ -64,14 +65,18 @@ class Judge:
             CallLost: there was no judgement within the limit.
         """
         try:
-            right, error = self._pool.call(f"{__name__}:judge", gold, text, limit_s=self._limit_s)
+            right, error = self._pool.call(JUDGE, gold, text, limit_s=self._limit_s)
         except CallRaised as raised:  # Of a gold that was checked: the text provoked it.
             return False, str(raised)
         return right, error
 
     async def aof(self, gold: str, text: str) -> tuple[bool, str | None]:
         """The same from a coroutine."""
-        return await asyncio.to_thread(self.of, gold, text)
+        try:
+            right, error = await self._pool.acall(JUDGE, gold, text, limit_s=self._limit_s)
+        except CallRaised as raised:
+            return False, str(raised)
+        return right, error
 
 
 class MathAnswers:
@@ -157,8 +162,8 @@ def make(
         ValueError: an argument is out of its range, or a row has no problem or no usable answer: file and row.
         CallRaised: math-verify is not installed.
     """
-    if not limit_s > 0:
-        raise ValueError(f"env.args.limit_s = {limit_s!r}: must be more than 0 seconds")
+    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s < inf:
+        raise ValueError(f"env.args.limit_s = {limit_s!r}: must be a number of seconds above 0")
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ValueError(f"env.args.workers = {workers!r}: must be a whole number from 1")
     train = _rows(data, instruction)

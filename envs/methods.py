@@ -21,7 +21,6 @@ generators.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +31,7 @@ from asyncrl.envs.base import Env, Message, Split, Start, Step
 from asyncrl.envs.reward_signatures import EpisodeView, RewardFunction
 from asyncrl.envs.rewards import own_reward
 from asyncrl.envs.sources import TaskSource
-from asyncrl.envs.threads import in_thread
+from asyncrl.envs.threads import is_async, result_of
 from asyncrl.envs.tool_env import CallingEpisode, Rules
 from asyncrl.envs.tools import Tool, Tools
 from asyncrl.messages import Task
@@ -102,7 +101,7 @@ class MethodEpisode(CallingEpisode):
             TypeError: it returned neither text nor None.
         """
         start = await super().reset(task)
-        self._instance = await _own(self._of)
+        self._instance = await result_of(self._of, awaits=False)
         self._tools = self._tools.of(self._instance)
         if hasattr(self._instance, "get_reward"):
             self._reward = own_reward(_scoring(self._instance), self._reward_timeout_s, "reward")
@@ -127,13 +126,7 @@ class EffectfulEpisode(MethodEpisode):
         Raises:
             RuntimeError: it cannot.
         """
-        effects = self._tools.effects(message)
-        if effects:
-            raise RuntimeError(
-                f"{self._of.__name__}.{effects[0]} has side effects and was called, so this episode cannot be "
-                "brought back by calling it again; an environment with snapshots could be"
-            )
-        await self.step(message)
+        await self._again(message, step, "an environment with snapshots could be")
 
 
 # ---- machinery -----------------------------------------------------------------------------------
@@ -152,13 +145,7 @@ def _methods(of: type) -> list[FunctionType]:
 
 async def _own(call: Callable[[], Any]) -> Any:
     """Calls what belongs to the instance, sync or async; `env.timeout_s` limits it."""
-    function = call.func if isinstance(call, partial) else call
-    if inspect.iscoroutinefunction(function):
-        return await call()
-    returned, error = await in_thread(call, asyncio.Semaphore(1))
-    if error is not None:
-        raise error
-    return returned
+    return await result_of(call, is_async(call))
 
 
 def _scoring(instance: Any) -> RewardFunction:

@@ -53,7 +53,9 @@ def from_openai(message: dict[str, Any], calls: Calls) -> Message:
     Raises:
         Refused: it cannot be shown to the policy.
     """
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
+    if not isinstance(message, dict):
+        raise Refused(f"a message is a {type(message).__name__}, not an object with a role")
+    if message.get("role") not in ROLES:
         raise Refused(f"a message has the role {message.get('role')!r}; there are {', '.join(ROLES)}")
     seen: Message = {"role": ROLES[message["role"]], "content": text_of(message.get("content"))}
     if message.get("tool_calls"):

@@ -6,10 +6,12 @@ module (`package.module:function`); arguments and results travel as JSON over a 
 what runs in the processes is trusted, only its time and its memory are limited.
 
     call ──▶ an idle process, or a new one ──▶ JSON ──▶ function ──▶ JSON ──▶ the process is idle again
-                 └─ past its limit, or its caller was stopped: killed, waited for, replaced by the next call
+                 └─ past its limit: killed, waited for, replaced by the next call
 
-Called by `asyncrl.envs.math_answers` and by the adapters of reasoning-gym and TextArena, from any thread.
-Started as `python -m asyncrl.envs.process_pool` it is one of the processes. Free of torch.
+Each call is looked after by a daemon thread of the pool's own, which goes on to the call's end also when the
+caller's thread is told to exit (`asyncrl.envs.threads`): that can happen between any two steps, and would lose a
+process's place for ever. Called by `asyncrl.envs.math_answers` and by the adapters of reasoning-gym and TextArena,
+from any thread. Started as `python -m asyncrl.envs.process_pool` it is one of the processes. Free of torch.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -59,6 +62,7 @@ class ProcessPool:
     def __init__(self, prepare: str, workers: int) -> None:
         self._prepare = prepare
         self._room = threading.BoundedSemaphore(workers)
+        self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         # At the end of the interpreter too. A process that is in a call then ends when its socket closes.
         self.close = weakref.finalize(self, _kill_all, self._idle)
@@ -70,25 +74,50 @@ class ProcessPool:
             CallRaised: the function raised, or `prepare` did in a new process.
             CallLost: no answer within `limit_s`, or no process free within a minute.
         """
-        if not self._room.acquire(timeout=ROOM_S):
-            raise CallLost(f"all processes were busy for {ROOM_S:g} s")
-        worker = None
-        try:
-            worker = self._idle.pop() if self._idle else _Worker(self._prepare)
-            answer = worker.ask(function, arguments, limit_s)
-        except BaseException:  # This thread may be told to exit: half an answer must not be left in the socket.
-            if worker is not None:
-                worker.kill()
-            raise
-        else:
-            self._idle.append(worker)
-        finally:
-            self._room.release()
-        return _value(answer)
+        return _value(self._begin(function, arguments, limit_s).result())
 
     async def acall(self, function: str, *arguments: Any, limit_s: float) -> Any:
-        """The same from a coroutine. When it is cancelled, the call goes on to its limit in its thread."""
-        return await asyncio.to_thread(self.call, function, *arguments, limit_s=limit_s)
+        """The same from a coroutine. When it is cancelled, a call that runs goes on to its limit."""
+        return _value(await asyncio.wrap_future(self._begin(function, arguments, limit_s)))
+
+    def _begin(self, function: str, arguments: tuple[Any, ...], limit_s: float) -> Future[dict[str, Any]]:
+        answer: Future[dict[str, Any]] = Future()
+        looking = threading.Thread(
+            target=self._look_after, args=(answer, function, arguments, limit_s), name="process pool", daemon=True
+        )
+        try:
+            looking.start()
+        except RuntimeError as error:
+            raise CallLost(f"{function} needs a thread, and none can be started: {error}") from error
+        return answer
+
+    def _look_after(
+        self, answer: Future[dict[str, Any]], function: str, arguments: tuple[Any, ...], limit_s: float
+    ) -> None:
+        has_room = self._room.acquire(timeout=ROOM_S)
+        try:
+            if not answer.set_running_or_notify_cancel():
+                return
+            if not has_room:
+                raise CallLost(f"all processes were busy for {ROOM_S:g} s")
+            answer.set_result(self._ask(function, arguments, limit_s))
+        except BaseException as error:  # Raised where it was called for.
+            answer.set_exception(error)
+        finally:
+            if has_room:
+                self._room.release()
+
+    def _ask(self, function: str, arguments: tuple[Any, ...], limit_s: float) -> dict[str, Any]:
+        with self._lock:
+            worker = self._idle.pop() if self._idle else None
+        worker = worker or _Worker(self._prepare)
+        try:
+            answer = worker.ask(function, arguments, limit_s)
+        except BaseException:  # Half an answer must not be left in the socket.
+            worker.kill()
+            raise
+        self._idle.append(worker)
+        return answer
 
 
 def _kill_all(workers: list[_Worker]) -> None:

@@ -17,13 +17,15 @@ import asyncio
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.config import Reward
 from asyncrl.envs.registry import PluginError, load_plugin
 from asyncrl.envs.reward_signatures import Adapted, EpisodeView, RewardFunction, adapt
 from asyncrl.envs.threads import outcome_of
 from asyncrl.messages import EpisodeStatus
+
+if TYPE_CHECKING:  # It takes longer to import than all else that environments need.
+    from asyncrl.config import Reward
 
 GROUP = "asyncrl.rewards"
 MODEL = "model"
@@ -144,12 +146,12 @@ def named(rewards: Mapping[Any, Any]) -> dict[str, float]:
     Missing ones (None) are left out.
 
     Raises:
-        RewardFault: a name is no text, or a reward is no finite number.
+        RewardFault: a name is no plain text, or a reward is no finite number.
     """
     plain: dict[str, float] = {}
     for name, value in rewards.items():
-        if not isinstance(name, str):
-            raise _fault(f"a reward has the name {name!r}, which is no text")
+        if not isinstance(name, str) or not name.isprintable():
+            raise _fault(f"a reward has the name {name!r}, which is no plain text")
         if value is not None:
             plain[str(name)] = _number(name, value)
     return plain

@@ -24,6 +24,7 @@ import msgspec
 
 from asyncrl.envs.base import Message
 from asyncrl.envs.bm25 import Index
+from asyncrl.envs.rows import JsonLines
 from asyncrl.envs.rows import read as read_rows
 from asyncrl.envs.sources import Rows
 from asyncrl.envs.tool_env import ToolEnv
@@ -181,21 +182,14 @@ def _call(name: str, arguments: Mapping[str, Any], answer: str, number: int) -> 
 
 
 def _documents(path: Path) -> list[Document]:
-    documents = []
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    documents.append(_document(line, f"{path}, line {number}"))
-    except OSError as error:
-        raise ValueError(f"env.args.corpus: {path} cannot be read: {error}") from error
-    return documents
+    file = JsonLines(path)
+    return [_document(row, file.where(number)) for number, row in enumerate(file)]
 
 
-def _document(line: bytes, where: str) -> Document:
+def _document(row: Mapping[str, Any], where: str) -> Document:
     try:
-        return msgspec.json.decode(line, type=Document)
-    except msgspec.DecodeError as error:
+        return msgspec.convert(row, Document)
+    except msgspec.ValidationError as error:
         raise ValueError(f'{where}: {error}; a line is {{"id": "...", "title": "...", "text": "..."}}') from None
 
 

@@ -1,7 +1,8 @@
 """Calls of other people's functions: async ones awaited, sync ones in threads of their own, within a time limit.
 
 A function that hangs takes no thread from the others, and keeps no process alive. Called for reward functions
-(`asyncrl.envs.rewards`), for tools (`asyncrl.envs.tools`) and for the batches of the scorer (`asyncrl.scorer`).
+(`asyncrl.envs.rewards`), for tools (`asyncrl.envs.tools`), for a user's class or agent (`asyncrl.envs.methods`,
+`asyncrl.envs.agent`) and for the batches of the scorer (`asyncrl.scorer`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,26 @@ async def outcome_of(call: Callable[[], Any], awaits: bool, limit_s: float, room
     """
     async with asyncio.timeout(limit_s):
         return await (_awaited(call) if awaits else in_thread(call, room))
+
+
+async def result_of(call: Callable[[], Any], awaits: bool) -> Any:
+    """Calls a function and returns what it returns; the caller sets the time limit.
+
+    Args:
+        call: the function, without arguments.
+        awaits: whether it is async (`is_async`).
+
+    Raises:
+        RuntimeError: the function raised something that is no `Exception`. Raised in an event loop, a `SystemExit`
+            of the function would end the process, and a `CancelledError` would look like the caller's own.
+        Exception: whatever the function raised.
+    """
+    returned, error = await (_awaited(call) if awaits else in_thread(call, asyncio.Semaphore(1)))
+    if error is None:
+        return returned
+    if isinstance(error, Exception):
+        raise error
+    raise RuntimeError(f"it raised {type(error).__name__}: {error}") from error
 
 
 async def in_thread(call: Callable[[], Any], room: asyncio.Semaphore) -> Outcome:

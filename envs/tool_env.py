@@ -131,6 +131,31 @@ class CallingEpisode:
     async def close(self) -> None:
         """Holds nothing."""
 
+    async def _again(self, message: Message, step: Step, hint: str) -> None:
+        """Makes the calls of a recorded turn again, whose effects were lost with the process.
+
+        Only how many fail is compared with `step`: its texts are those that the policy saw, cut to their length.
+
+        Raises:
+            RuntimeError: a call has side effects, so it cannot be made again (`hint` says what could be done), or
+                others fail now than did before.
+        """
+        effects = self._tools.effects(message)
+        if effects:
+            raise RuntimeError(
+                f"the tool {effects[0]!r} has side effects and was called, so this episode cannot be brought back "
+                f"by calling it again; {hint}"
+            )
+        again = await self._tools.answer(message)
+        now, before = again.info["tool_errors"], step.info.get("tool_errors")
+        if now != before:
+            raise RuntimeError(
+                f"{now:g} calls of a finished turn fail when they are made again, and the first time {before} "
+                "did; the tools do not repeat themselves"
+            )
+        self._turns += [message, *step.messages]
+        self._said += 1
+
     async def _step(self, message: Message, interrupted: bool) -> Step:
         if self._task is None:
             raise RuntimeError("the episode was not reset; call reset(task) before step(message)")

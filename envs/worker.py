@@ -22,7 +22,7 @@ import errno
 import signal
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -82,7 +82,7 @@ class Worker:
         self._socket.set(zmq.ROUTER_HANDOVER, 1)
         self._socket.bind(endpoint)
         self._threads = [Thread(f"episodes-{number}") for number in range(threads)]
-        self._tasks = ThreadPoolExecutor(1, "tasks")
+        self._tasks = Thread("tasks")
 
     @property
     def open_episodes(self) -> int:
@@ -180,13 +180,13 @@ class Worker:
     # ---- tasks -----------------------------------------------------------------------------------
 
     def _in_turn(self, question: Callable[[Any], Done], asked: Draw | Demonstrate) -> Future[bytes]:
-        def work() -> bytes:
+        async def work() -> bytes:
             try:
                 return checked(question(asked))
             except BaseException as error:  # Whatever it is, it is the environment's.
                 return failed(asked.request, error)
 
-        return self._tasks.submit(work)
+        return self._tasks.submit(work())
 
     def _draw(self, asked: Draw) -> Done:
         split: Split = asked.split  # type: ignore[assignment]

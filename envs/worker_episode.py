@@ -23,7 +23,7 @@ STOP_S = 5.0
 
 
 class Thread:
-    """A daemon thread with an event loop, on which episodes live."""
+    """A daemon thread with an event loop, on which episodes live, or tasks are drawn one after the other."""
 
     def __init__(self, name: str) -> None:
         self.episodes = 0

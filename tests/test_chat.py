@@ -126,7 +126,11 @@ def _words() -> st.SearchStrategy[str]:
 
 def _arguments() -> st.SearchStrategy[dict[str, object]]:
     leaves = (
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | _words()
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | _words()
     )
     values = st.recursive(
         leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_words(), inner, max_size=3)

@@ -4,12 +4,13 @@ import json
 import sqlite3
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from asyncrl import records
 from asyncrl.journal import Journal, JournalError
-from asyncrl.messages import Chunk, EpisodeMeta, Prefix, Span, Task
+from asyncrl.messages import Chunk, EpisodeMeta, Prefix, Span, Task, Turn
 from asyncrl.records import Record
 
 
@@ -50,6 +51,22 @@ def test_a_prefix_is_ready_to_be_sent(journal: Journal) -> None:
     assert np.frombuffer(tokens, "<i4").tolist() == [5, 6, 8]
     assert np.frombuffer(logprobs, "<f4").tolist() == [0, 0, -1]
     assert journal.prefix(99) == (Prefix([], 0), b"", b"")
+
+
+def test_a_prefix_has_its_forks_and_its_turns_and_only_the_last_snapshot(journal: Journal) -> None:
+    start = Turn(1, 3, 0, 1, [{"role": "user", "content": "é"}], [{"name": "f"}], snapshot=b"0")
+    turns = [start] + [Turn(1, 3, n, 2 * n, [{"n": n}], [], {"right": 0.5}, {"calls": 1.0}, b"1") for n in (1, 2)]
+    observed = [Chunk(1, 3, seq, 1, -1, False, fork) for seq, fork in ((0, False), (2, True))]
+    journal.write([record for turn in turns for record in records.turn(turn)])
+    journal.write([records.chunk(each, bytes(4)) for each in observed] + [chunk(3, 1, [8], 0)])
+    # Answered anew by another generator, whose answer is the one that its tokens follow.
+    anew = Turn(2, 3, 2, 4, [{"n": "anew"}], snapshot=b"2")
+    journal.write(records.turn(anew))
+    snapshots = journal.rows("SELECT snapshot FROM turn WHERE episode_id = 3 ORDER BY turn")
+    assert snapshots == [(None,), (None,), (b"2",)]
+    prefix = journal.prefix(3)[0]
+    assert prefix.spans == [Span(1, -1, False), Span(1, 0, True), Span(1, -1, False, True)]
+    assert prefix.turns == [*(msgspec.structs.replace(turn, snapshot=None) for turn in turns[:2]), anew]
 
 
 def test_rows_that_are_written_twice_are_there_once(journal: Journal) -> None:

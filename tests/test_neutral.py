@@ -93,6 +93,17 @@ def test_all_texts_of_a_message_are_made_neutral_and_the_message_itself_is_left(
     assert chat.neutral(schema)["function"]["description"] == good
 
 
+def test_a_calls_arguments_are_neutral_whatever_they_are_called(chat: ChatFormat) -> None:
+    call = {
+        "function": {"name": "f", "arguments": {"role": "<|im_end|>", "<|im_start|>": [{"role": "<|im_end|>"}]}}
+    }
+    changed = chat.neutral({"role": "assistant", "content": "", "tool_calls": [call]})
+    assert changed["tool_calls"][0]["function"]["arguments"] == {
+        "role": "< |im_end|>",
+        "< |im_start|>": [{"role": "< |im_end|>"}],
+    }
+
+
 def test_a_text_within_the_limit_is_left_alone(chat: ChatFormat) -> None:
     assert chat.cut("x" * 50, 50) == "x" * 50
     assert chat.cut("", 1) == ""

@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncrl import records
 from asyncrl.groups import Rules
 from asyncrl.journal import Journal
-from asyncrl.messages import Chunk, EpisodeEnd, Task
+from asyncrl.messages import Chunk, EpisodeEnd, Task, Turn
 from asyncrl.records import Record
 from asyncrl.recovery import restore
 from asyncrl.scheduler import Scheduler, Verdict
@@ -435,6 +435,26 @@ def test_a_lease_from_before_the_restart_is_valid_for_another_lease_time(journal
     assert again.generator_joined("g", "first", 4, 0, [second.lease_id], 501.0) == []
     assert again.counts()["queued"] == 1
     assert [grant.deadline for grant in again.lapse(600.0)] == [510.0]
+
+
+def test_a_turn_is_taken_after_its_chunks_from_the_lease_that_runs_its_episode(journal: Journal) -> None:
+    scheduler = Scheduler(RULES, differ)
+    scheduler.generator_joined("g", "first", 4, 0, [], 0.0)
+    scheduler.admit(Task("t", []), 0.0)
+    lease, other = scheduler.grant(0.0)
+    answered = Turn(lease.lease_id, lease.episode_id, 1, 2, [])
+    chunks = [Chunk(lease.lease_id, lease.episode_id, seq, 4, 0, True) for seq in range(2)]
+    assert scheduler.chunk(chunks[0]) is Verdict.ACCEPTED
+    assert scheduler.turn(answered) is Verdict.EARLY
+    assert scheduler.chunk(chunks[1]) is Verdict.ACCEPTED
+    # It may come again: the hub had written it, and was killed before it could say so.
+    assert [scheduler.turn(answered), scheduler.turn(answered)] == [Verdict.ACCEPTED] * 2
+    assert scheduler.turn(Turn(other.lease_id, lease.episode_id, 1, 2, [])) is Verdict.REFUSED
+    end = EpisodeEnd(lease.lease_id, lease.episode_id, 2, "completed", 1.0, 1)
+    assert scheduler.end(end, 1.0) is Verdict.ACCEPTED
+    assert scheduler.turn(answered) is Verdict.DUPLICATE
+    scheduler.lapse(LEASE_S)
+    assert scheduler.turn(Turn(other.lease_id, other.episode_id, 0, 0, [])) is Verdict.REFUSED
 
 
 def test_chunks_with_a_hole_are_an_error_that_names_the_episode(journal: Journal) -> None:

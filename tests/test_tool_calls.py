@@ -21,6 +21,12 @@ def test_calls_amid_text_are_taken_out_of_it() -> None:
     assert hermes(text) == Reading("  I add.\nthen\nand wait.", [ADD, ADD], [])
 
 
+def test_whole_numbers_of_64_bits_are_read_exactly() -> None:
+    arguments = {"least": -(2**63), "most": 2**64 - 1, "small": 5e-324}
+    reading = hermes(f"<tool_call>{json.dumps({'name': 'add', 'arguments': arguments})}</tool_call>")
+    assert reading.calls == [("add", arguments)]
+
+
 def test_neighbouring_calls_leave_no_text() -> None:
     assert hermes(f"{CALL}\n{CALL}") == Reading("", [ADD, ADD], [])
 
@@ -44,6 +50,8 @@ def test_closing_tags_braces_and_quotes_within_texts_end_nothing() -> None:
         ('<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "no valid JSON.*surrogates"),
         (f"<tool_call>{'[' * 100_000}</tool_call>", "no valid JSON.*recursion"),
         (f'<tool_call>{{"name": "add", "arguments": {{"a": {"9" * 5000}}}}}</tool_call>', "no valid JSON.*digits"),
+        ('<tool_call>{"name": "add", "arguments": {"a": [-1e999]}}</tool_call>', "-1e999 is too large"),
+        (f'<tool_call>{{"name": "add", "arguments": {{"a": {2**64}}}}}</tool_call>', "more than 64 bits"),
         ("<tool_call>[1]</tool_call>", "must be a JSON object, but is"),
         ('<tool_call>{"arguments": {}}</tool_call>', 'no "name"'),
         ('<tool_call>{"name": "", "arguments": {}}</tool_call>', 'no "name"'),

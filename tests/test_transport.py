@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import zmq
 
-from asyncrl.messages import Ack, Chunk, Chunks, Message, Rehello
+from asyncrl.messages import Ack, Chunk, Chunks, Message, Rehello, Score, encode
 from asyncrl.transport import AsyncSocket, Client, check_port_pair, free_port_pair
 
 Received = list[tuple[bytes, Message, list[memoryview]]]
@@ -68,7 +68,13 @@ async def test_a_thousand_messages_each_way_all_arrive_in_order() -> None:
     dealer.close()
 
 
-@pytest.mark.parametrize("junk", [b"", b"\xff\xff", b"not msgpack", b"\x81\xa4type\xa6nobody", b"\x93\x01\x02"])
+DEEP = encode(Score(0, [{"x": None}])).replace(b"\xa1x\xc0", b"\xa1x" + b"\x91" * 5000 + b"\xc0")
+"""A conversation with a list in a list in a list ..."""
+
+
+@pytest.mark.parametrize(
+    "junk", [b"", b"\xff\xff", b"not msgpack", b"\x81\xa4type\xa6nobody", b"\x93\x01\x02", DEEP]
+)
 async def test_a_malformed_message_is_counted_and_dropped(junk: bytes) -> None:
     received: Received = []
     router, endpoint = _router(received)

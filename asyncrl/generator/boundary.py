@@ -16,6 +16,8 @@ from asyncrl.envs.rewards import RewardFault
 from asyncrl.messages import EpisodeStatus
 
 T = TypeVar("T")
+DETAIL_CHARS = 2000
+"""Most of an error's text that is recorded: it is journalled for each episode that fails."""
 
 
 class EpisodeFault(Exception):
@@ -50,15 +52,22 @@ class Boundary:
                 f"write it as `async def {what}`"
             )
             raise EpisodeFault(EpisodeStatus.FAILED_ENVIRONMENT, detail)
+        limit = asyncio.timeout(self._limit_s)
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with limit:
                 answer = await pending
-        except TimeoutError:
-            detail = f"{what} did not answer within env.timeout_s = {self._limit_s:g} s"
-            raise EpisodeFault(EpisodeStatus.FAILED_TIME, detail) from None
-        except (EpisodeFault, RewardFault):
+        except RewardFault:
             raise
         except Exception as error:
+            if limit.expired():
+                detail = f"{what} did not answer within env.timeout_s = {self._limit_s:g} s"
+                raise EpisodeFault(EpisodeStatus.FAILED_TIME, detail) from None
+            raise raised(what, error) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody has cancelled this episode: the environment let the end of a task of its own come through.
             raise raised(what, error) from error
         if not isinstance(answer, kind):
             detail = f"{what} returned {type(answer).__name__}, not {kind.__name__}"
@@ -81,8 +90,15 @@ class Boundary:
             raise raised(what, error, status) from error
 
 
-def raised(what: str, error: Exception, status: EpisodeStatus = EpisodeStatus.FAILED_ENVIRONMENT) -> EpisodeFault:
+def raised(
+    what: str, error: BaseException, status: EpisodeStatus = EpisodeStatus.FAILED_ENVIRONMENT
+) -> EpisodeFault:
     """The fault that an exception becomes."""
+    try:
+        told = str(error)
+    except Exception:  # Its own text is the environment's code too.
+        told = "no text"
+    told = told if len(told) <= DETAIL_CHARS else f"{told[:DETAIL_CHARS]} ..."
     if isinstance(error, ToolFault):
-        return EpisodeFault(EpisodeStatus.FAILED_TOOL, f"{what}: {error}")
-    return EpisodeFault(status, f"{what} raised {type(error).__name__}: {error}")
+        return EpisodeFault(EpisodeStatus.FAILED_TOOL, f"{what}: {told}")
+    return EpisodeFault(status, f"{what} raised {type(error).__name__}: {told}")

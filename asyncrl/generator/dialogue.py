@@ -5,7 +5,9 @@ Called by `asyncrl.generator.episode`, whose token record holds the same convers
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -54,10 +56,28 @@ class Dialogue:
 
 
 def plain(messages: list[Message]) -> list[Message]:
-    """Messages as JSON has them, so that they can travel.
+    """Messages, or schemas of tools, as JSON has them, so that they can travel.
 
     Raises:
         TypeError: something in them has no JSON.
+        UnicodeEncodeError: a text in them is none.
+        OverflowError: a whole number in them has more than 64 bits.
         msgspec.ValidationError: they are no list of messages.
     """
-    return msgspec.json.decode(msgspec.json.encode(messages), type=list[Message])
+    same = msgspec.json.decode(msgspec.json.encode(messages), type=list[Message])
+    msgspec.msgpack.encode(same)  # JSON has whole numbers of any size, what travels does not.
+    return same
+
+
+def counts(info: Mapping[str, float]) -> dict[str, float]:
+    """An environment's counts as plain text and floats.
+
+    Raises:
+        ValueError: one is no finite number, or its name no text that can travel.
+    """
+    floats = {str(name): float(n) for name, n in info.items()}
+    for name, n in floats.items():
+        name.encode()
+        if not math.isfinite(n):
+            raise ValueError(f"{name!r} = {n} is no finite number")
+    return floats

@@ -25,12 +25,15 @@ from asyncrl.envs.base import Env, Environment, Interruptible, Message, Start, S
 from asyncrl.envs.reward_signatures import EpisodeView
 from asyncrl.envs.rewards import RewardFault, Rewards, named, total
 from asyncrl.generator.boundary import Boundary, EpisodeFault
-from asyncrl.generator.dialogue import Dialogue, plain
+from asyncrl.generator.dialogue import Dialogue, counts, plain
 from asyncrl.generator.engines.base import Delta, Engine, SamplingParams
 from asyncrl.generator.record import TokenRecord
 from asyncrl.generator.resume import bring_back
 from asyncrl.generator.turns import TurnLog
 from asyncrl.messages import Chunk, EpisodeEnd, EpisodeStatus, Lease, Turn
+
+CUTS = {"length": EpisodeStatus.TRUNCATED_LENGTH, "context": EpisodeStatus.TRUNCATED_CONTEXT}
+"""What an episode becomes whose turn was cut off so."""
 
 
 class Sink(Protocol):
@@ -81,7 +84,8 @@ class EpisodeRunner:
             status, detail = await self._play(env), ""
             rewards = await self._all_rewards(status)
         except (EpisodeFault, RewardFault) as fault:
-            status, detail = fault.status, str(fault)
+            # An error may name a file whose bytes are no text; that must not keep the end from leaving.
+            status, detail = fault.status, str(fault).encode(errors="backslashreplace").decode()
         finally:
             if env is not None:
                 await self._close(env)
@@ -92,14 +96,14 @@ class EpisodeRunner:
         self._world.sink.end(EpisodeEnd(*ids, status, reward, said.turns, detail, rewards, info))
 
     async def _play(self, env: Env) -> EpisodeStatus:
-        if self._record.spans:
-            await self._go_on(env)
-        else:
+        if not self._record.spans:
             await self._begin(env)
+        elif not await self._go_on(env):
+            return await self._cut_off(env, EpisodeStatus.TRUNCATED_CONTEXT)
         while True:
             finish = await self._sample_turn()
             if finish == "context" and not self._record.ends_sampled:
-                # There was no room for a single token of this turn.
+                # The prompt leaves no room for a single token.
                 return await self._cut_off(env, EpisodeStatus.TRUNCATED_CONTEXT)
             status = await self._answer(env, finish)
             if status is not None:
@@ -109,27 +113,29 @@ class EpisodeRunner:
 
     async def _begin(self, env: Env) -> None:
         self._dialogue.begin(await self._reset(env))
-        self._observe(self._prompt_ids(self._dialogue))
+        prompt = self._prompt_ids(self._dialogue)
         await self._turns.begun(env, self._dialogue, self._seq)
+        self._observe(prompt)
 
     async def _reset(self, env: Env) -> Start:
         start = await self._boundary.ask("reset", lambda: env.reset(self._lease.task), Start)
         chat, guard = self._world.chat, self._boundary.guard
-        if start.tools:
-            guard("the chat template", lambda: chat.check_tools(start.tools), EpisodeStatus.FAILED_PARSE)
-        return Start(guard("reset", lambda: self._seen(start.messages)), start.tools)
+        tools = guard("reading reset's tools", lambda: [chat.neutral(tool) for tool in plain(start.tools)])
+        if tools:
+            guard("the chat template", lambda: chat.check_tools(tools), EpisodeStatus.FAILED_PARSE)
+        return Start(guard("reset", lambda: self._seen(start.messages)), tools)
 
     def _prompt_ids(self, said: Dialogue) -> list[int]:
         """The ids of the whole conversation, as the template renders it now."""
         return self._boundary.guard(
             "the chat template",
-            lambda: self._world.chat.prompt_ids(said.messages, said.tools),
+            lambda: self._world.chat.prompt_ids(self._safe(said.messages), said.tools),
             EpisodeStatus.FAILED_PARSE,
         )
 
-    async def _go_on(self, env: Env) -> None:
-        """Continues the recorded prefix: the environment and the dialogue get to where its tokens are."""
-        turns, record = self._lease.prefix.turns, self._record
+    async def _go_on(self, env: Env) -> bool:
+        """Brings environment and dialogue to where the tokens are. False: the recorded answer does not fit."""
+        turns, record, fits = self._lease.prefix.turns, self._record, True
         if not turns:
             self._dialogue.begin(await self._reset(env))
             if self._prompt_ids(self._dialogue) != record.ids[: record.spans[0].n].tolist():
@@ -143,25 +149,26 @@ class EpisodeRunner:
             answered = said[: len(turns) - 1]
             await bring_back(env, self._lease.task, answered, turns, self._boundary, self._seen)
             for message, turn in zip(answered, turns[1:], strict=True):
-                self._dialogue.said(self._world.chat.neutral(message))
+                self._dialogue.said(message)
                 self._dialogue.answered(turn.messages, turn.rewards, turn.info)
             if record.ends_sampled and len(said) == len(answered):
-                self._append(turns[-1].messages)  # The answer was durable, its tokens were not.
+                fits = self._append(turns[-1].messages)  # The answer was durable, its tokens were not.
         self._interrupted = record.ends_sampled and self._over() is not None
+        return fits
 
     # ---- turns -----------------------------------------------------------------------------------
 
     async def _answer(self, env: Env, finish: str) -> EpisodeStatus | None:
         """Gives a finished turn to the environment; returns the status if the episode is over."""
         message = self._parsed(self._record.turns()[-1])
-        self._dialogue.said(self._world.chat.neutral(message))
+        self._dialogue.said(message)
         step = await self._step(env, message)
         guard = self._boundary.guard
         rewards = guard("reading step's rewards", lambda: named(step.rewards))
-        info = guard("reading step's info", lambda: {str(name): float(n) for name, n in step.info.items()})
+        info = guard("reading step's info", lambda: counts(step.info))
         seen = guard("reading step's messages", lambda: self._seen(step.messages))
         self._dialogue.answered(seen, rewards, info)
-        cut = self._cut(finish)
+        cut = CUTS.get(finish)
         if step.done:
             return cut or EpisodeStatus.COMPLETED
         if cut is None and self._dialogue.turns >= self._world.config.env.max_turns:
@@ -169,8 +176,7 @@ class EpisodeRunner:
         if cut is not None:
             return await self._cut_off(env, cut)
         await self._turns.answered(env, self._dialogue, self._seq, seen, rewards, info)
-        self._append(seen)
-        return None
+        return None if self._append(seen) else await self._cut_off(env, EpisodeStatus.TRUNCATED_CONTEXT)
 
     async def _step(self, env: Env, message: Message) -> Step:
         interrupted, self._interrupted = self._interrupted, False
@@ -178,10 +184,6 @@ class EpisodeRunner:
             halted: Interruptible = env
             return await self._boundary.ask("interrupted", lambda: halted.interrupted(message), Step)
         return await self._boundary.ask("step", lambda: env.step(message), Step)
-
-    def _cut(self, finish: str) -> EpisodeStatus | None:
-        cuts = {"length": EpisodeStatus.TRUNCATED_LENGTH, "context": EpisodeStatus.TRUNCATED_CONTEXT}
-        return cuts.get(finish)
 
     async def _cut_off(self, env: Env, status: EpisodeStatus) -> EpisodeStatus:
         if isinstance(env, Truncates):
@@ -217,28 +219,35 @@ class EpisodeRunner:
         shown = chat.neutral(message | {"content": chat.cut(message["content"], limit)})
         return shown | {"content": chat.cut(shown["content"], limit)}
 
-    def _append(self, new: list[Message]) -> None:
-        """Appends the environment's answer, the dialogue's last messages; or forks, if it is no mere suffix."""
+    def _safe(self, messages: list[Message]) -> list[Message]:
+        """For the template: what the assistant spelled out in plain tokens must not become a control token."""
+        neutral = self._world.chat.neutral
+        return [neutral(message) if message.get("role") == "assistant" else message for message in messages]
+
+    def _append(self, new: list[Message]) -> bool:
+        """Appends what the environment said, or forks if that is no suffix. False: it leaves no room to sample."""
         said, chat = self._dialogue, self._world.chat
         before = said.messages[: len(said.messages) - len(new)]
         suffix = self._boundary.guard(
             "the chat template",
-            lambda: chat.suffix_ids(before, True, new, said.tools, self._record.turns()[-1]),
+            lambda: chat.suffix_ids(self._safe(before), True, new, said.tools, self._record.turns()[-1]),
             EpisodeStatus.FAILED_PARSE,
         )
-        if suffix is not None:
-            self._observe(suffix)
-        else:
-            self._observe(self._prompt_ids(said), fork=True)
+        ids = self._prompt_ids(said) if suffix is None else suffix
+        if len(ids) >= self._room(0 if suffix is None else len(self._record.branch)):
+            return False  # With it the episode might be too long to train.
+        self._observe(ids, fork=suffix is None)
+        return True
+
+    def _room(self, branch: int) -> int:
+        """Tokens that fit behind those of a branch, and into the row that all branches are trained in."""
+        config = self._world.config
+        return min(config.generator.max_model_len - branch, config.learner.token_budget - len(self._record.ids))
 
     def _limits(self) -> tuple[int, int]:
         """Tokens that the turn, and the context, have left."""
-        config, record = self._world.config, self._record
-        sampled = len(record.turns()[-1]) if record.ends_sampled else 0
-        # All branches of an episode are trained in one row.
-        budget = config.learner.token_budget - len(record.ids)
-        room = min(config.generator.max_model_len - len(record.branch), budget)
-        return config.sampling.max_tokens - sampled, room
+        sampled = len(self._record.turns()[-1]) if self._record.ends_sampled else 0
+        return self._world.config.sampling.max_tokens - sampled, self._room(len(self._record.branch))
 
     def _over(self) -> str | None:
         """How the turn has ended, if nothing more of it is to be sampled."""
@@ -271,21 +280,20 @@ class EpisodeRunner:
             self._send(delta.token_ids, delta.logprobs, delta.version, True, False)
 
     def _observe(self, ids: list[int], fork: bool = False) -> None:
+        if not ids:
+            # The hub takes no chunk without tokens, and two turns with none between them would count as one.
+            raise EpisodeFault(EpisodeStatus.FAILED_PARSE, "the chat template printed nothing for its messages")
         self._record.observe(ids, fork)
         self._send(ids, [0.0] * len(ids), -1, False, fork)
 
     def _send(self, ids: list[int], logprobs: list[float], version: int, sampled: bool, fork: bool) -> None:
-        chunk = Chunk(*self._ids(), self._seq, len(ids), version, sampled, fork)
+        chunk = Chunk(self._lease.lease_id, self._lease.episode_id, self._seq, len(ids), version, sampled, fork)
         self._seq += 1
         self._world.sink.chunk(chunk, ids, logprobs)
-
-    def _ids(self) -> tuple[int, int]:
-        return self._lease.lease_id, self._lease.episode_id
 
     async def _close(self, env: Env) -> None:
         """A failure to close concerns nobody but the environment: the episode's result stands."""
         try:
-            async with asyncio.timeout(self._world.config.env.timeout_s):
-                await env.close()
-        except Exception as error:
-            print(f"environment of episode {self._lease.episode_id} failed to close: {error!r}", flush=True)
+            await self._boundary.ask("close", lambda: env.close(), object)
+        except (EpisodeFault, RewardFault) as fault:
+            print(f"environment of episode {self._lease.episode_id} failed to close: {fault}", flush=True)

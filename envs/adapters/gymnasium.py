@@ -79,6 +79,10 @@ class GymnasiumEnv:
             info={"truncated": 1.0} if truncated and not terminated else {},
         )
 
+    async def truncated(self, status: str) -> dict[str, float | None]:
+        """Nothing more than the steps gave: 0, so that an episode without one readable action has a return too."""
+        return {"gymnasium": 0.0}
+
     async def close(self) -> None:
         """Closes the library's environment, unless a call of it hangs."""
         env, self._env = self._env, None

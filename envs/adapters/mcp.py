@@ -97,8 +97,9 @@ class McpEpisode(ToolEpisode):
             RuntimeError: a call has side effects and cannot be made again, or others fail now than did before.
         """
         if self._world.shared is None:
-            await self._again(message, step)
-        await super().replay(message, step)
+            await self._again(message, step, "with env.args.shared = true it could be")
+        else:
+            await super().replay(message, step)
 
     async def close(self) -> None:
         """Ends the session, or gives the shared one back."""
@@ -109,20 +110,6 @@ class McpEpisode(ToolEpisode):
             await self._world.shared.give(connection)
         else:
             await connection.close()
-
-    async def _again(self, message: Message, step: Step) -> None:
-        effects = self._tools.effects(message)
-        if effects:
-            raise RuntimeError(
-                f"the tool {effects[0]!r} has side effects and was called in a session that is lost, so this "
-                f"episode cannot be brought back; with env.args.shared = true it could be"
-            )
-        again = await self._tools.answer(message)
-        if again.info["tool_errors"] != step.info.get("tool_errors"):
-            raise RuntimeError(
-                f"{again.info['tool_errors']:g} calls of a finished turn fail in a new session of the MCP server, "
-                f"and in the lost one {step.info.get('tool_errors')} did; its tools do not repeat themselves"
-            )
 
     def _tool(self, listed: Any) -> Tool:
         effects = self._world.side_effects

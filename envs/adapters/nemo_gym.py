@@ -129,7 +129,8 @@ class HttpEpisode:
         name = schema["function"]["name"]
 
         async def call(**arguments: Any) -> str:
-            status, body = await self._client.post(f"/{name}", arguments)
+            # `Tools` ends it at its limit, with an error that the model sees.
+            status, body = await self._client.post(f"/{name}", arguments, self._world.tool_timeout_s + 1.0)
             if status >= 300:
                 raise CallError(f"{status} {body}")
             return body

@@ -21,6 +21,7 @@ import json
 import random
 import re
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from asyncrl.envs.adapters.extras import load_extra
@@ -216,8 +217,8 @@ def make(
         raise ValueError(
             f"env.args.config = {config!r}: must be a table without `seed` and `size`, which are env.args"
         )
-    if not limit_s > 0:
-        raise ValueError(f"env.args.limit_s = {limit_s!r}: must be more than 0 seconds")
+    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s < inf:
+        raise ValueError(f"env.args.limit_s = {limit_s!r}: must be a number of seconds above 0")
     dataset, preset = PRESETS.get(task, (task, {}))
     exact = task in PRESETS if exact is None else exact
     sizes: dict[Split, int] = {"train": size, "eval": eval_size}

@@ -6,8 +6,7 @@ by their adapters; it knows no environment itself.
 
 from __future__ import annotations
 
-import hashlib
-
+from asyncrl.envs.arithmetic import hashed
 from asyncrl.envs.base import Split
 from asyncrl.messages import Task
 
@@ -30,6 +29,5 @@ def seed_task(name: str, seed: int, split: Split, index: int) -> Task:
         raise ValueError(f"the environment {name!r} has no split {split!r}; it has 'train' and 'eval'")
     if index < 0:
         raise ValueError(f"task index {index} is negative; tasks are numbered from 0")
-    digest = hashlib.blake2b(f"{seed}\x1f{split}\x1f{index}".encode(), digest_size=8).digest()
-    drawn = int.from_bytes(digest, "little") % 2**30 * 2 + (split == "eval")
+    drawn = hashed(seed, split, index) % 2**30 * 2 + (split == "eval")
     return Task(id=f"{name}/{split}/{index}", prompt=[], metadata={"seed": drawn})

@@ -16,9 +16,9 @@ game that was lost by an invalid move. Games that need the word lists of nltk do
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal
 
 from asyncrl.envs.adapters.seeded import seed_task
@@ -56,16 +56,24 @@ class TextArena:
         """A new, unused episode."""
         return TextArenaEnv(self)
 
-    def play(self, task: Task, moves: list[Any], move: str | None) -> dict[str, Any]:
-        """Runs the game to the player's next turn or its end; see `play` below.
+    async def play(self, task: Task, moves: list[Any], move: str | None) -> dict[str, Any]:
+        """Runs the game to the player's next turn or its end; see `textarena_match.play`.
 
         Raises:
             CallRaised: the game raised, but not on `move`.
             CallLost: it did not get there in time.
         """
-        setting = (self.game, self.players, task.metadata["seed"], task.metadata["player"], self.opponent)
-        result: dict[str, Any] = self.pool.call(f"{MATCH}:play", *setting, moves, move, limit_s=self.limit_s)
+        result: dict[str, Any] = await self.pool.acall(*self._game(task), moves, move, limit_s=self.limit_s)
         return result
+
+    def try_out(self) -> None:
+        """Begins a game for each place at the table. Raises as `play` does."""
+        for index in range(self.players):
+            self.pool.call(*self._game(self.task("train", index)), [], None, limit_s=self.limit_s)
+
+    def _game(self, task: Task) -> tuple[Any, ...]:
+        seed, player = task.metadata["seed"], task.metadata["player"]
+        return f"{MATCH}:play", self.game, self.players, seed, player, self.opponent
 
 
 class TextArenaEnv:
@@ -107,7 +115,7 @@ class TextArenaEnv:
         """Holds nothing; the processes belong to the environment."""
 
     async def _play(self, task: Task, move: str | None) -> dict[str, Any]:
-        result = await asyncio.to_thread(self._environment.play, task, self._moves, move)
+        result = await self._environment.play(task, self._moves, move)
         self._moves = result["moves"]
         return result
 
@@ -150,15 +158,14 @@ def make(
             raise ValueError(f"env.args.{name} = {moves!r}: must be a list of moves, at least one")
     if player not in (None, 0, 1) or isinstance(player, bool):
         raise ValueError(f"env.args.player = {player!r}: must be 0, 1 or null")
-    if not limit_s > 0:
-        raise ValueError(f"env.args.limit_s = {limit_s!r}: must be more than 0 seconds")
+    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s < inf:
+        raise ValueError(f"env.args.limit_s = {limit_s!r}: must be a number of seconds above 0")
     pool = ProcessPool(f"{MATCH}:load_library", workers)
     other = Opponent(None if opponent == "random" else list(opponent), opponent_moves)
     try:
         players = pool.call(f"{MATCH}:number_of_players", game, limit_s=limit_s)
         made = TextArena(game, players, player if players == 2 else 0, other, seed, limit_s, pool)
-        for index in range(players):
-            made.play(made.task("train", index), [], None)
+        made.try_out()
     except (CallRaised, CallLost) as error:
         raise ValueError(f"env.args.game = {game!r}: {error}") from error
     return made

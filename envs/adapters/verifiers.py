@@ -112,7 +112,7 @@ class Verifiers:
     async def _serving(self) -> Any:
         """verifiers' environment with what its episodes share, for as long as the running event loop runs."""
         loop = asyncio.get_running_loop()
-        if loop not in self._served:
+        if loop not in self._served or self._served[loop][1].done():
             ready = loop.create_future()
             self._served[loop] = ready, asyncio.create_task(self._serve(ready))
         ready, holding = self._served[loop]

@@ -9,6 +9,7 @@ kinds) and `asyncrl.envs.sandbox.monty`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, Protocol
 
 Kind = Literal["process", "namespaces", "bwrap", "monty"]
@@ -56,7 +57,11 @@ class Limits:
         for name in ("seconds", "memory_mb", "output_bytes", "processes", "file_mb"):
             value = getattr(self, name)
             whole = name != "seconds"
-            if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not value > 0:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int if whole else int | float)
+                or not 0 < value < inf
+            ):
                 kind = "whole number" if whole else "number"
                 raise ValueError(f"limit {name} = {value!r} of a sandbox: must be a {kind} above 0")
 

@@ -28,8 +28,9 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from asyncrl.envs.base import ToolFault
 from asyncrl.envs.sandbox.base import How, Kind, Limits, Result
@@ -150,13 +151,28 @@ class Local:
             try:
                 await call.watch(source + stdin.encode(errors="replace"))
             finally:
-                await asyncio.shield(call.end())
-                self._calls.discard(call)
+                try:
+                    await _to_its_end(call.end())
+                finally:
+                    self._calls.discard(call)
         return call.result(time.monotonic() - started)
 
     async def close(self) -> None:
         """Ends the calls that still run."""
         await asyncio.gather(*(call.end() for call in self._calls))
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits it also when cancelled meanwhile: the call's user id is not free before, for all that have it die."""
+    task, cancelled = asyncio.create_task(work), False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 class _Call:

@@ -127,6 +127,7 @@ async def test_a_stream_is_one_chunk_with_the_calls() -> None:
     await env.close()
 
 
+SAID = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "a"}]
 REWRITES: dict[str, tuple[str, dict[str, Any]]] = {
     "edited": ("rewrites the conversation: message 0", {"messages": [{"role": "user", "content": "other"}]}),
     "shortened": ("must add to all of them", {"messages": []}),
@@ -136,15 +137,14 @@ REWRITES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "tools": ("tools have changed", {"tools": TOOLS}),
     "choices": ("n = 2", {"n": 2}),
+    "a text as a message": ("a message is a str", {"messages": [*SAID, "go on"]}),
+    "a call that is a text": (
+        "none of chat completions: TypeError",
+        {"messages": [*SAID, {"role": "assistant", "content": "b", "tool_calls": ["x"]}]},
+    ),
     "image": (
         "part of type 'image_url'",
-        {
-            "messages": [
-                {"role": "user", "content": "x"},
-                {"role": "assistant", "content": "a"},
-                {"role": "user", "content": [{"type": "image_url"}]},
-            ]
-        },
+        {"messages": [*SAID, {"role": "user", "content": [{"type": "image_url"}]}]},
     ),
 }
 
@@ -219,6 +219,16 @@ async def test_what_an_agent_raises_or_returns_wrongly_fails_the_episode() -> No
         async with ClientSession() as session:
             await ask(session, base_url, key, [{"role": "user", "content": "x"}])
 
+    async def quits(task: Task, base_url: str, key: str) -> float:
+        sys.exit("bye")
+
+    async def gives_up(task: Task, base_url: str, key: str) -> float:
+        raise asyncio.CancelledError
+
+    with pytest.raises(RuntimeError, match="raised SystemExit: bye"):
+        await one(quits).reset(tasks("train", 1))
+    with pytest.raises(RuntimeError, match="raised CancelledError"):
+        await one(gives_up).reset(tasks("train", 1))
     with pytest.raises(KeyError, match="lost"):
         await one(raises).reset(tasks("train", 1))
     with pytest.raises(RuntimeError, match="ended before it asked"):

@@ -157,7 +157,7 @@ def test_a_step_that_never_answers_is_told_and_the_rest_is_still_checked(tmp_pat
 
 def test_a_step_that_blocks_the_loop_is_ended_from_outside(tmp_path: Path) -> None:
     block = "async def step(self, message): time.sleep(3600)\nEpisode.step = step"
-    report = _check(tmp_path, block, timeout_s=0.3)
+    report = _check(tmp_path, block, timeout_s=0.05)
     assert "step (task train-0, the demonstration) neither answered nor gave way" in report.text()
 
 

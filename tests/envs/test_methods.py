@@ -1,6 +1,7 @@
 """Environments from classes in TRL's convention: methods are tools, calls bring a lost state back."""
 
 import random
+import sys
 import threading
 import time
 from typing import Any
@@ -149,8 +150,12 @@ async def test_what_cannot_be_done_twice_cannot_be_brought_back_and_the_reason_i
     env = environment.make()
     await env.reset(TASK)
     assert isinstance(env, Replays)
-    await env.replay(calling(("read", {})), Step(False))
-    with pytest.raises(RuntimeError, match=r"Mail\.send has side effects and was called, so this episode cannot"):
+    await env.replay(calling(("read", {})), Step(False, info={"tool_errors": 0}))
+    with pytest.raises(RuntimeError, match="1 did; the tools do not repeat themselves"):
+        await env.replay(calling(("read", {})), Step(False, info={"tool_errors": 1}))
+    with pytest.raises(
+        RuntimeError, match="the tool 'send' has side effects and was called, so this episode cannot"
+    ):
         await env.replay(calling(("read", {}), ("send", {"text": "hi"})), Step(False))
     step = await env.interrupted(calling(("send", {"text": "hi"}), ("read", {})))  # type: ignore[attr-defined]
     assert "unknown" in step.messages[0]["content"]
@@ -172,6 +177,22 @@ async def test_what_the_class_does_wrong_fails_where_it_is_done() -> None:
         def get_reward(self) -> float:
             raise ValueError("no judge")
 
+    class Quits:
+        async def reset(self) -> None:
+            sys.exit("bye")
+
+        def look(self) -> str:
+            """Looks."""
+            return "around"
+
+        def close(self) -> None:
+            sys.exit("closed")
+
+    gone = MethodEnv(Quits, Rows(ROWS)).make()
+    with pytest.raises(RuntimeError, match="it raised SystemExit: bye"):
+        await gone.reset(TASK)
+    with pytest.raises(RuntimeError, match="it raised SystemExit: closed"):
+        await gone.close()
     environment = MethodEnv(Wrong, Rows(ROWS))
     with pytest.raises(TypeError, match=r"Wrong\.reset returned int; return text or None"):
         await environment.make().reset(TASK)

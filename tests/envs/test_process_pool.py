@@ -1,5 +1,6 @@
 """The pool with real processes: what hangs, dies, raises or prints, and that nothing is left behind."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 import pytest
 
 from asyncrl.envs.process_pool import CallLost, CallRaised, ProcessPool
+from asyncrl.envs.threads import outcome_of
 
 LIMIT_S = 30.0
 
@@ -89,6 +91,22 @@ def test_calls_from_many_threads_share_the_processes() -> None:
     assert len(set(found)) <= 2
     pool.close()
     assert all(_gone(pid) for pid in found)
+
+
+async def test_callers_that_are_stopped_lose_no_process_place(pool: ProcessPool) -> None:
+    def sleep() -> object:
+        return pool.call("time:sleep", 0.3, limit_s=LIMIT_S)
+
+    async def stopped() -> None:
+        with pytest.raises(TimeoutError):
+            await outcome_of(sleep, awaits=False, limit_s=0.1, room=asyncio.Semaphore(1))
+
+    pool.call("os:getpid", limit_s=LIMIT_S)
+    await asyncio.gather(*(stopped() for _ in range(2)))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await pool.acall("time:sleep", 60, limit_s=LIMIT_S)
+    assert await pool.acall("math:gcd", 12, 18, limit_s=LIMIT_S) == 6
 
 
 def test_a_library_that_cannot_be_imported_is_told_at_the_first_call() -> None:

@@ -176,7 +176,7 @@ async def test_a_reward_is_a_number_or_missing_or_several_by_name(
     [
         ("def reward(final): return 'good'", "reward 'reward' = 'good' is no number"),
         ("def reward(final): return float('nan')", "reward 'reward' = nan is no number"),
-        ("def reward(final): return {3: 1.0}", "a reward has the name 3, which is no text"),
+        ("def reward(final): return {3: 1.0}", "a reward has the name 3, which is no plain text"),
         ("def reward(completions): return 1.0", "it returned 1.0, not a list with the reward of its one"),
         ("def reward(completions): return [1.0, 2.0]", "not a list with the reward of its one completion"),
         ("def reward(solution_str, ground_truth): return {'acc': 1}", "a dict without 'score' (keys: acc)"),

@@ -271,9 +271,14 @@ async def test_a_cancelled_call_leaves_no_process_and_the_sandbox_goes_on(kind: 
     while len(_named(name)) < 2:
         assert not call.done(), call.result()
         await asyncio.sleep(0.02)
-    call.cancel()
+    (running,) = sandbox._calls  # type: ignore[attr-defined]
+    while not call.done():
+        call.cancel()  # Also while it is being ended: its time limit may be followed by a revoked lease.
+        await asyncio.sleep(0.001)
     with pytest.raises(asyncio.CancelledError):
         await call
+    assert running._process.returncode is not None
+    assert not sandbox._calls  # type: ignore[attr-defined]
     assert not _named(name)
     assert (await sandbox.run("1")).stdout == "1\n"
 
@@ -321,6 +326,8 @@ def test_an_unknown_kind_and_a_senseless_limit_are_refused() -> None:
         open_sandbox("docker")
     with pytest.raises(ValueError, match="memory_mb = 0 of a sandbox"):
         Limits(memory_mb=0)
+    with pytest.raises(ValueError, match="seconds = inf of a sandbox"):
+        Limits(seconds=float("inf"))
 
 
 def test_a_kind_that_is_not_installed_is_refused_with_what_to_install() -> None:

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from asyncrl import cli
-from asyncrl.envs import worker_messages
+from asyncrl.envs import worker_link, worker_messages
 from asyncrl.envs.arithmetic import make as make_arithmetic
 from asyncrl.envs.base import (
     Demonstrates,
@@ -39,11 +39,13 @@ from asyncrl.process import EXIT_USAGE
 from asyncrl.transport import free_port_pair
 
 SAMPLE = """
-import asyncio, sys, time
+import asyncio, itertools, os, sys, time
 from pathlib import Path
 from asyncrl.envs.base import Start, Step, ToolFault
 from asyncrl.envs.rewards import RewardFault
 from asyncrl.messages import EpisodeStatus, Task
+
+NUMBERS = itertools.count()
 
 class Scalar:
     def item(self):
@@ -54,9 +56,9 @@ class Lost(ToolFault):
 
 class Env:
     def __init__(self, folder):
-        self.folder, self.said = folder, []
+        self.folder, self.number, self.said = folder, next(NUMBERS), []
     def mark(self, name):
-        (self.folder / f"{name}-{id(self)}").touch()
+        (self.folder / f"{name}-{os.getpid()}-{self.number}").touch()
     async def reset(self, task):
         self.mark("open")
         return Start([{"role": "user", "content": task.id}], [{"type": "function", "function": {"name": "f"}}])
@@ -153,8 +155,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of this process find a loss out sooner than in earnest."""
+    monkeypatch.setattr(worker_link, "BEAT_S", 0.2)
+    monkeypatch.setattr(worker_link, "DISCONNECTED_S", 1.0)
+
+
 def sample_arguments(folder: Path) -> list[str]:
-    return ["--env", f"{folder}/sample.py:make", "--env.args", f'{{"folder": "{folder}"}}', "--silence", "2"]
+    return ["--env", f"{folder}/sample.py:make", "--env.args", f'{{"folder": "{folder}"}}', "--silence", "1.2"]
 
 
 @pytest.fixture(scope="module")
@@ -368,7 +377,7 @@ async def test_the_episodes_of_a_client_that_is_gone_are_closed(sample_worker: S
 async def test_the_episodes_of_a_client_that_only_thinks_for_long_stay_open(sample: Environment) -> None:
     env = sample.make()
     await env.reset(Task("t", []))
-    await asyncio.sleep(3.0)  # The worker's limit of silence is 2 s.
+    await asyncio.sleep(1.8)  # The worker's limit of silence is 1.2 s.
     assert (await env.step(say("x"))).rewards == {"turn": 1.0}
     await env.close()
 
@@ -399,15 +408,23 @@ async def test_a_worker_that_is_asked_to_end_closes_its_episodes_first(folder: P
         await env.close()
 
 
+async def test_a_worker_ends_although_a_task_is_never_drawn(folder: Path) -> None:
+    with served(*sample_arguments(folder)) as worker:
+        make(worker.endpoint)
+        with pytest.raises(ConnectionError):
+            WorkerEnvironment(worker.endpoint, timeout_s=0.3).task("train", 30_000)
+        assert worker.end(signal.SIGTERM).startswith("0: env-worker: ")
+
+
 async def test_a_worker_that_does_not_answer_heartbeats_fails_its_episodes(sample_worker: Served) -> None:
-    env = WorkerEnvironment(sample_worker.endpoint, timeout_s=2.0).make()
+    env = WorkerEnvironment(sample_worker.endpoint, timeout_s=1.0).make()
     await env.reset(Task("t", []))
     hanging = asyncio.create_task(env.step(say("hang")))
     await asyncio.sleep(0.2)
     assert sample_worker.process is not None
     sample_worker.process.send_signal(signal.SIGSTOP)
     try:
-        with pytest.raises(ToolFault, match="did not answer heartbeats for 2 s"):
+        with pytest.raises(ToolFault, match="did not answer heartbeats for 1 s"):
             async with asyncio.timeout(30):
                 await hanging
     finally:

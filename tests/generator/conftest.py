@@ -13,7 +13,7 @@ from asyncrl.envs.rewards import Rewards
 from asyncrl.generator.episode import EpisodeRunner, World
 from asyncrl.generator.record import TokenRecord
 from asyncrl.messages import Lease, Prefix, Task
-from asyncrl.toy import write_tokenizer
+from asyncrl.toy import CHAT_TEMPLATE, write_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from reciting import QUESTION, Play, Played, Reciter, Talk
@@ -26,9 +26,21 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
     return ChatFormat(folder)
 
 
+@pytest.fixture(scope="module")
+def forgetful(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
+    """A template that shows the assistant's earlier turns as two dots: every later turn begins a new branch."""
+    folder = tmp_path_factory.mktemp("forgetful")
+    write_tokenizer(folder)
+    said = "(message.content or '')"
+    latest = f"({said} if loop.last or message.role != 'assistant' else '..')"
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace(said, latest))
+    return ChatFormat(folder)
+
+
 @pytest.fixture
 def play(chat: ChatFormat) -> Play:
     """Runs one episode: what the model says ("." ends a turn), what the environment answers, and the limits."""
+    toy = chat
 
     async def run(
         says: Sequence[str],
@@ -39,6 +51,7 @@ def play(chat: ChatFormat) -> Play:
         chunks: int = 0,
         answered: bool = False,
         greedy: bool = False,
+        chat: ChatFormat = toy,
         **limits: Any,
     ) -> Played:
         settings = {"max_tokens": 16, "max_model_len": 256, "max_turns": 4, "timeout_s": 20.0} | limits
@@ -47,10 +60,11 @@ def play(chat: ChatFormat) -> Play:
                 "sampling": {"max_tokens": settings["max_tokens"], "temperature": 0.7},
                 "generator": {"max_model_len": settings["max_model_len"]},
                 "env": {"max_turns": settings["max_turns"], "timeout_s": settings["timeout_s"]},
+                "learner": {"token_budget": settings.get("token_budget", 8192)},
                 "reward": settings.get("reward", {}),
             }
         )
-        prompt = chat.prompt_ids(QUESTION)
+        prompt = toy.prompt_ids(QUESTION)
         played = Played(prompt)
 
         class Environment:

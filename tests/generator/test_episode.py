@@ -154,7 +154,7 @@ async def test_an_episode_that_fails_gives_up_the_rewards_of_its_earlier_turns(p
 async def test_a_reward_whose_name_is_no_text_fails_the_episode(play: Play) -> None:
     played = await play(["2."], [Step(done=True, rewards={3: 1.0})])  # type: ignore[dict-item]
     assert played.result[:2] == ("failed_reward", None)
-    assert played.ends[0].detail == "a reward has the name 3, which is no text"
+    assert played.ends[0].detail == "a reward has the name 3, which is no plain text"
 
 
 @pytest.mark.parametrize("value", [np.float64(0.5), np.float32(0.5), "0.5", np.array(0.5)])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from reciting import DONE, MORE, Play, Played, Talk
 
+from asyncrl.chat import ChatFormat
 from asyncrl.envs.base import Message, Start, Step
 from asyncrl.messages import Task
 
@@ -74,6 +75,23 @@ async def test_an_environment_is_restored_from_its_last_snapshot(
     whole, _, env = await _both(play, Keeps, chunks, answered)
     assert env.heard == heard
     assert [turn.snapshot for _, turn in whole.turns] == [b"\x00", b"\x01", b"\x02"]
+
+
+@pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.parametrize("chunks", range(1, 9))
+async def test_an_episode_of_several_branches_goes_on_in_the_branch_that_it_was_in(
+    play: Play, forgetful: ChatFormat, chunks: int, answered: bool
+) -> None:
+    whole = await play(SAYS, STEPS, chat=forgetful)
+    assert (whole.result[0], whole.record.forks, len(whole.chunks)) == ("completed", 2, 9)
+    resumed = await play(SAYS, STEPS, chat=forgetful, cut=whole, chunks=chunks, answered=answered)
+    assert resumed.record.ids == whole.record.ids
+    assert resumed.record.spans[-1:] == whole.record.spans[-1:]
+    assert resumed.record.branch == whole.record.branch
+    seeds = [params.seed for _, params in whole.requests]
+    assert [params.seed for _, params in resumed.requests] == seeds[len(seeds) - len(resumed.requests) :]
+    assert resumed.ends == whole.ends
+    resumed.check_chunks(first=chunks)
 
 
 async def test_an_environment_may_take_its_recorded_answers_instead_of_answering_again(play: Play) -> None:

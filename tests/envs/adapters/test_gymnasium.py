@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.envs.adapters.gymnasium_text import ActionError, compact, describe, read_action, readable
 from asyncrl.envs.adapters.own_thread import OwnThread
-from asyncrl.envs.base import Replays, Snapshots
+from asyncrl.envs.base import Replays, Snapshots, Truncates
 from asyncrl.envs.registry import PluginError, load
 
 try:
@@ -64,6 +64,10 @@ async def test_an_unreadable_action_is_an_error_that_the_model_sees_and_does_not
         assert step.rewards == {}
         assert "a whole number from 0 to 1" in step.messages[0]["content"]
     assert steps[-1].rewards == {"gymnasium": 1.0}
+    assert isinstance(environment.make(), Truncates)
+    assert await environment.make().truncated("truncated_turns") == {"gymnasium": 0.0}, (
+        "0, not missing, for junk alone"
+    )
 
 
 @needs_gymnasium

@@ -165,7 +165,13 @@ async def test_verify_is_sent_the_row_and_a_response_whose_calls_and_outputs_mat
 
 async def test_a_refused_call_is_an_error_that_the_model_sees(tmp_path: Path, play) -> None:
     async with resources() as (url, _):
-        args = {"url": url, "path": written(tmp_path, row(3, 5)), "share": 0.0, "tool_timeout_s": 0.3}
+        args = {
+            "url": url,
+            "path": written(tmp_path, row(3, 5)),
+            "share": 0.0,
+            "tool_timeout_s": 0.3,
+            "timeout_s": 0.2,
+        }
         environment = load("nemo-gym", args)
         wrong = calls(
             ("increment_counter", {"count": "two"}), ("verify", {}), ("increment_counter", {"count": 99})
