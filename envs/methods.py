@@ -12,22 +12,23 @@
     def make() -> MethodEnv:
         return MethodEnv(Counter, Rows(read("train.jsonl")))
 
-There is one instance for each episode, and one call at a time. `reset`, `get_reward` and `close` are no tools.
-An episode that was lost is brought back in a new instance by doing its calls again, and must answer as before. So
-the class must be deterministic (a random one seeds itself in `reset`, from the task), and must not have done what
-cannot be done twice (`asyncrl.envs.tools.side_effects`). Called through a user's entry point, by the hub and the
-generators.
+There is one instance for each episode, and one call at a time; what is not async runs in a thread of the episode's
+own. `reset`, `get_reward` and `close` are no tools. An episode that was lost is brought back in a new instance by
+doing its calls again, and must answer as before. So the class must be deterministic (a random one seeds itself in
+`reset`, from the task), and must not have done what cannot be done twice (`asyncrl.envs.tools.side_effects`).
+Called through a user's entry point, by the hub and the generators.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 from asyncrl.envs.base import Env, Message, Split, Start, Step
+from asyncrl.envs.own_thread import OwnThread
 from asyncrl.envs.reward_signatures import EpisodeView, RewardFunction
 from asyncrl.envs.rewards import own_reward
 from asyncrl.envs.sources import TaskSource
@@ -93,6 +94,7 @@ class MethodEpisode(CallingEpisode):
         super().__init__(tools, None, rules)
         self._of, self._reward_timeout_s = of, reward_timeout_s
         self._instance: Any = None
+        self._thread = OwnThread(of.__name__)
 
     async def reset(self, task: Task) -> Start:
         """Makes the instance and resets it; what it returns is appended to the task's last message.
@@ -101,11 +103,12 @@ class MethodEpisode(CallingEpisode):
             TypeError: it returned neither text nor None.
         """
         start = await super().reset(task)
-        self._instance = await result_of(self._of, awaits=False)
-        self._tools = self._tools.of(self._instance)
+        self._instance = await self._thread.call(self._of)
+        self._tools = self._tools.of(lambda name: self._awaitable(getattr(self._instance, name)))
         if hasattr(self._instance, "get_reward"):
-            self._reward = own_reward(_scoring(self._instance), self._reward_timeout_s, "reward")
-        shown = await _own(partial(self._instance.reset, **_row(self._instance.reset, task)))
+            self._reward = own_reward(self._scoring(), self._reward_timeout_s, "reward")
+        reset = self._instance.reset
+        shown = await result_of(partial(self._awaitable(reset), **_row(reset, task)), awaits=True)
         if shown is not None and not isinstance(shown, str):
             raise TypeError(f"{self._of.__name__}.reset returned {type(shown).__name__}; return text or None")
         self._prompt = _appended(self._prompt, shown) if shown else self._prompt
@@ -113,8 +116,30 @@ class MethodEpisode(CallingEpisode):
 
     async def close(self) -> None:
         """Calls the instance's `close`, if it has one."""
-        if callable(getattr(self._instance, "close", None)):
-            await _own(self._instance.close)
+        try:
+            if callable(getattr(self._instance, "close", None)) and not self._thread.lost:
+                await result_of(self._awaitable(self._instance.close), awaits=True)
+        finally:
+            self._thread.end()
+
+    def _awaitable(self, method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+        """A method of the instance as an async function: a sync one runs in the thread that made the instance."""
+        if is_async(method):
+            return method
+
+        async def called(**arguments: Any) -> Any:
+            return await self._thread.call(method, **arguments)
+
+        return called
+
+    def _scoring(self) -> RewardFunction:
+        """Its `get_reward` as a reward function."""
+        get_reward = self._awaitable(self._instance.get_reward)
+
+        async def reward(episode: EpisodeView) -> Any:
+            return await get_reward()
+
+        return reward
 
 
 class EffectfulEpisode(MethodEpisode):
@@ -141,23 +166,6 @@ def _methods(of: type) -> list[FunctionType]:
         if public and isinstance(method, FunctionType) and inspect.getdoc(method):
             found.append(method)
     return found
-
-
-async def _own(call: Callable[[], Any]) -> Any:
-    """Calls what belongs to the instance, sync or async; `env.timeout_s` limits it."""
-    return await result_of(call, is_async(call))
-
-
-def _scoring(instance: Any) -> RewardFunction:
-    """Its `get_reward` as a reward function."""
-
-    async def awaited(episode: EpisodeView) -> Any:
-        return await instance.get_reward()
-
-    def called(episode: EpisodeView) -> Any:
-        return instance.get_reward()
-
-    return awaited if inspect.iscoroutinefunction(instance.get_reward) else called
 
 
 def _row(reset: Callable[..., Any], task: Task) -> dict[str, Any]:

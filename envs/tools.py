@@ -116,9 +116,9 @@ class Tools:
         some._rooms = {name: self._rooms[name] for name in names}
         return some
 
-    def of(self, instance: Any) -> Tools:
-        """The same tools, called as the methods of an object, one at a time."""
-        own = (replace(tool, call=getattr(instance, tool.name)) for tool in self._tools.values())
+    def of(self, method: Callable[[str], Callable[..., Any]]) -> Tools:
+        """The same tools, each called through what `method` gives for its name, one at a time."""
+        own = (replace(tool, call=method(tool.name)) for tool in self._tools.values())
         return Tools(own, self._timeout_s, one_at_a_time=True)
 
     @property

@@ -19,9 +19,9 @@ from typing import Any
 
 from asyncrl.envs.adapters.extras import load_extra
 from asyncrl.envs.adapters.gymnasium_text import ActionError, compact, describe, read_action, readable
-from asyncrl.envs.adapters.own_thread import OwnThread
 from asyncrl.envs.adapters.seeded import seed_task
 from asyncrl.envs.base import Message, Split, Start, Step
+from asyncrl.envs.own_thread import OwnThread
 from asyncrl.messages import Task
 
 

@@ -94,6 +94,10 @@ class OpenEnvEpisode:
                 break
         return step
 
+    async def truncated(self, status: str) -> dict[str, float | None]:
+        """0 for an episode that was cut off before the server gave any reward: stalling must not go unseen."""
+        return {} if self._rewarded else {REWARD: 0.0}
+
     async def close(self) -> None:
         """Ends the session."""
         await self.session.close()

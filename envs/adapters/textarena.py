@@ -103,6 +103,10 @@ class TextArenaEnv:
             return Step(True, {"game": result["reward"]}, info=info)
         return Step(False, messages=[{"role": "user", "content": result["text"]}], info=info)
 
+    async def truncated(self, status: str) -> dict[str, float | None]:
+        """The reward of a lost game: who does not finish must not fare better than who loses."""
+        return {"game": -1.0 if self._environment.players > 1 else 0.0}
+
     async def snapshot(self) -> bytes:
         """All moves, as JSON."""
         return json.dumps(self._moves).encode()

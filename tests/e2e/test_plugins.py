@@ -62,3 +62,15 @@ def test_a_new_environment_and_anothers_reward_train_by_name(
         episodes = reader.episodes(state="trained", limit=1000)
     assert {"reversed", "terse"} == {name for episode in episodes for name in episode.rewards}
     assert {1, 2} >= {episode.turns for episode in episodes}
+
+
+@pytest.mark.slow
+def test_a_third_partys_environment_with_a_tool_trains_by_name(
+    start, installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    run = start("--env", "phonebook", "--steps", "2", "--generator.max_model_len", "256")
+    assert run.wait() == 0, run.output()
+    with run.reader() as reader:
+        assert reader.status == "finished"
+        assert {name for episode in reader.episodes(state="trained") for name in episode.rewards} == {"number"}

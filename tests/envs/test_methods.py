@@ -1,6 +1,8 @@
 """Environments from classes in TRL's convention: methods are tools, calls bring a lost state back."""
 
+import asyncio
 import random
+import sqlite3
 import sys
 import threading
 import time
@@ -219,14 +221,20 @@ async def test_a_failing_or_hanging_method_is_an_error_that_the_model_sees_and_a
 
     env = MethodEnv(Dark, Rows(ROWS), tool_timeout_s=0.1).make()
     await env.reset(TASK)
-    step = await env.step(calling(("look", {}), ("wait", {})))
+    step = await env.step(calling(("look", {}), ("wait", {}), ("look", {})))
+    lost = "the thread of Dark is lost: an earlier call did not return in time"
     assert [message["content"] for message in step.messages] == [
         "error: ValueError: too dark",
         "error: wait did not answer within 0.1 s",
+        f"error: RuntimeError: {lost}",
     ]
-    with pytest.raises(RewardFault, match="raised ValueError: no judge"):
+    with pytest.raises(RewardFault, match=lost):
         await env.step(DONE)
     go.set()
+    again = MethodEnv(Dark, Rows(ROWS)).make()
+    await again.reset(TASK)
+    with pytest.raises(RewardFault, match="raised ValueError: no judge"):
+        await again.step(DONE)
 
 
 def test_a_class_that_cannot_be_an_environment_is_refused() -> None:
@@ -247,3 +255,38 @@ def test_a_class_that_cannot_be_an_environment_is_refused() -> None:
         MethodEnv(Silent, Rows(ROWS))
     with pytest.raises(ValueError, match="tool 'look': parameter 'where' has no type hint"):
         MethodEnv(Vague, Rows(ROWS))
+
+
+async def test_all_of_an_instance_lives_in_one_thread_of_its_own() -> None:
+    class Shelf:
+        """SQLite refuses a connection that was made in another thread."""
+
+        def __init__(self) -> None:
+            self.db = sqlite3.connect(":memory:")
+
+        def reset(self, **row: object) -> None:
+            self.db.execute("CREATE TABLE book (title TEXT)")
+
+        def put(self, title: str) -> str:
+            """Puts a book on the shelf."""
+            self.db.execute("INSERT INTO book VALUES (?)", (title,))
+            return "done"
+
+        def get_reward(self) -> float:
+            return float(self.db.execute("SELECT count(*) FROM book").fetchone()[0])
+
+        def close(self) -> None:
+            self.db.close()
+
+    async def episode() -> dict[str, float | None]:
+        env = MethodEnv(Shelf, Rows(ROWS)).make()
+        await env.reset(Task("t", [{"role": "user", "content": "?"}]))
+        call = {"id": "call_0", "type": "function", "function": {"name": "put", "arguments": {"title": "x"}}}
+        for _ in range(3):
+            step = await env.step({"role": "assistant", "content": "", "tool_calls": [call]})
+            assert step.messages[0]["content"] == "done"
+        done = await env.step({"role": "assistant", "content": "that is all"})
+        await env.close()
+        return done.rewards
+
+    assert await asyncio.gather(*(episode() for _ in range(16))) == [{"reward": 3.0}] * 16

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from asyncrl.envs.adapters.gymnasium_text import ActionError, compact, describe, read_action, readable
-from asyncrl.envs.adapters.own_thread import OwnThread
 from asyncrl.envs.base import Replays, Snapshots, Truncates
+from asyncrl.envs.own_thread import OwnThread
 from asyncrl.envs.registry import PluginError, load
 
 try:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.envs.base import Message, Replays, Snapshots, ToolFault
+from asyncrl.envs.base import Message, Replays, Snapshots, ToolFault, Truncates
 from asyncrl.envs.registry import PluginError, load
 
 web = pytest.importorskip("aiohttp.web", reason="aiohttp is not installed: pip install 'asyncrl[http]'")
@@ -230,6 +230,12 @@ async def test_an_episode_that_ends_without_any_reward_has_a_missing_one(play) -
         environment = load("openenv", {"url": url, "action": TEMPLATE, "observation": "words"})
         with pytest.raises(KeyError, match=r"env\.args\.observation = 'words'.*'text'"):
             await play(environment, environment.task("train", 0), [])
+
+
+async def test_an_episode_that_is_cut_off_before_any_reward_earns_nothing() -> None:
+    env = load("openenv", {"url": "http://127.0.0.1:1", "action": TEMPLATE}).make()
+    assert isinstance(env, Truncates)
+    assert await env.truncated("truncated_turns") == {"openenv": 0.0}
 
 
 def test_arguments_are_checked_and_named() -> None:

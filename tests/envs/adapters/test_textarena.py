@@ -96,6 +96,7 @@ async def test_an_invalid_move_is_answered_and_the_second_loses(opened: list[Tex
     assert steps[1] == Step(True, {"game": -1.0}, info={"invalid_moves": 1.0})
     steps = await _play(environment, environment.task("train", 0), ["", "[4]"])
     assert [step.info["invalid_moves"] for step in steps] == [1.0, 0.0]
+    assert await environment.make().truncated("truncated_turns") == {"game": -1.0}
 
 
 @installed

@@ -1,7 +1,8 @@
-"""A thread of an episode's own, for libraries that block and want to be called from one thread only.
+"""A thread of an episode's own, for objects that block and want to be called from one thread only.
 
 Unlike a pool it is given up when a call hangs, and never waited for when the process ends. Called by the adapters
-of synchronous environments; `asyncrl.envs.threads` is for calls that do not belong together.
+of synchronous environments and by `asyncrl.envs.methods`; `asyncrl.envs.threads` is for calls that do not belong
+together.
 """
 
 from __future__ import annotations
