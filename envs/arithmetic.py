@@ -11,23 +11,16 @@ generators for episodes, and by `asyncrl.toy` for demonstrations.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.envs.arguments import check_whole
 from asyncrl.envs.base import Message, Split, Start, Step
+from asyncrl.envs.drawn import EVAL_SHARE, check_task, hashed
 from asyncrl.messages import Task
 
 OPERATORS = ("+", "-")
 MAX_DIGITS = 18
-EVAL_SHARE = 10
-"""One problem in this many is held out for evaluation."""
-
-
-def hashed(*parts: object) -> int:
-    """64 bits of a cryptographic hash: the same on every machine, unlike Python's `hash`."""
-    text = "\x1f".join(map(str, parts))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def split_of(left: int, operator: str, right: int) -> Split:
@@ -51,10 +44,7 @@ class Arithmetic:
         Raises:
             ValueError: the split is neither `train` nor `eval`, or the index is negative.
         """
-        if split not in ("train", "eval"):
-            raise ValueError(f"the arithmetic environment has no split {split!r}; it has 'train' and 'eval'")
-        if index < 0:
-            raise ValueError(f"task index {index} is negative; tasks are numbered from 0")
+        check_task(split, index)
         left, operator, right = self._problem(split, index)
         answer = left + right if operator == "+" else left - right
         prompt = [{"role": "user", "content": f"{left}{operator}{right}="}]
@@ -118,10 +108,8 @@ def make(digits: int = 2, operators: str = "+", seed: int = 0) -> Arithmetic:
     Raises:
         ValueError: an argument is out of its range.
     """
-    if not isinstance(digits, int) or isinstance(digits, bool) or not 1 <= digits <= MAX_DIGITS:
-        raise ValueError(f"env.args.digits = {digits!r}: must be a whole number from 1 to {MAX_DIGITS}")
+    check_whole("digits", digits, 1, MAX_DIGITS)
     if not isinstance(operators, str) or not operators or set(operators) - set(OPERATORS):
         raise ValueError(f"env.args.operators = {operators!r}: must be '+', '-' or '+-'")
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ValueError(f"env.args.seed = {seed!r}: must be a whole number")
+    check_whole("seed", seed)
     return Arithmetic(digits=digits, operators="".join(dict.fromkeys(operators)), seed=seed)

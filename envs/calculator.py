@@ -15,8 +15,9 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from asyncrl.envs.arithmetic import EVAL_SHARE, hashed
+from asyncrl.envs.arguments import check_whole
 from asyncrl.envs.base import Message, Split
+from asyncrl.envs.drawn import EVAL_SHARE, check_task, hashed
 from asyncrl.envs.tool_env import ToolEnv
 from asyncrl.messages import Task
 
@@ -68,10 +69,7 @@ class Sums:
         Raises:
             ValueError: the split is neither `train` nor `eval`, or the index is negative.
         """
-        if split not in ("train", "eval") or index < 0:
-            raise ValueError(
-                f"no task {index} of split {split!r}: tasks of 'train' and 'eval' are numbered from 0"
-            )
+        check_task(split, index)
         low = 10 ** (self.digits - 1) if self.digits > 1 else 0
         size, attempt = 10**self.digits - low, 0
         while True:
@@ -120,12 +118,9 @@ def make(numbers: int = 3, digits: int = 2, tool_share: float = 0.2, seed: int =
     Raises:
         ValueError: an argument is out of its range.
     """
-    if not isinstance(numbers, int) or not 2 <= numbers <= 9:
-        raise ValueError(f"env.args.numbers = {numbers!r}: must be a whole number from 2 to 9")
-    if not isinstance(digits, int) or not 1 <= digits <= MAX_DIGITS:
-        raise ValueError(f"env.args.digits = {digits!r}: must be a whole number from 1 to {MAX_DIGITS}")
+    check_whole("numbers", numbers, 2, 9)
+    check_whole("digits", digits, 1, MAX_DIGITS)
     if not isinstance(tool_share, int | float) or not 0 <= tool_share <= 1:
         raise ValueError(f"env.args.tool_share = {tool_share!r}: must be a number from 0 to 1")
-    if not isinstance(seed, int):
-        raise ValueError(f"env.args.seed = {seed!r}: must be a whole number")
+    check_whole("seed", seed)
     return Calculator(Sums(numbers, digits, seed), tool_share)

@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from asyncrl.envs.arithmetic import hashed
+from asyncrl.envs.arguments import check_whole
 from asyncrl.envs.base import Message, Split, Start, Step
+from asyncrl.envs.drawn import check_task, hashed
 from asyncrl.messages import Task
 
 LARGEST = 10**6
@@ -34,10 +35,7 @@ class GuessNumber:
         Raises:
             ValueError: the split is neither `train` nor `eval`, or the index is negative.
         """
-        if split not in ("train", "eval") or index < 0:
-            raise ValueError(
-                f"no task {index} of split {split!r}: tasks of 'train' and 'eval' are numbered from 0"
-            )
+        check_task(split, index)
         attempt = 0
         while _split_of(number := hashed(self.seed, split, index, attempt) % (self.largest + 1)) != split:
             attempt += 1
@@ -118,11 +116,8 @@ def make(largest: int = 31, guesses: int | None = None, seed: int = 0) -> GuessN
     Raises:
         ValueError: an argument is out of its range.
     """
-    if not isinstance(largest, int) or not 1 <= largest <= LARGEST:
-        raise ValueError(f"env.args.largest = {largest!r}: must be a whole number from 1 to {LARGEST}")
+    check_whole("largest", largest, 1, LARGEST)
     guesses = (largest + 1).bit_length() if guesses is None else guesses
-    if not isinstance(guesses, int) or guesses < 1:
-        raise ValueError(f"env.args.guesses = {guesses!r}: must be a whole number of at least 1")
-    if not isinstance(seed, int):
-        raise ValueError(f"env.args.seed = {seed!r}: must be a whole number")
+    check_whole("guesses", guesses, 1)
+    check_whole("seed", seed)
     return GuessNumber(largest, guesses, seed)

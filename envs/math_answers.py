@@ -15,11 +15,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable, Mapping
-from math import inf
 from pathlib import Path
 from typing import Any
 
 from asyncrl.envs.adapters.extras import load_extra
+from asyncrl.envs.arguments import check_seconds, check_whole
 from asyncrl.envs.base import Message, Split, Start, Step
 from asyncrl.envs.process_pool import CallLost, CallRaised, ProcessPool
 from asyncrl.envs.rewards import RewardFault
@@ -162,10 +162,8 @@ def make(
         ValueError: an argument is out of its range, or a row has no problem or no usable answer: file and row.
         CallRaised: math-verify is not installed.
     """
-    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s < inf:
-        raise ValueError(f"env.args.limit_s = {limit_s!r}: must be a number of seconds above 0")
-    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
-        raise ValueError(f"env.args.workers = {workers!r}: must be a whole number from 1")
+    check_seconds("limit_s", limit_s)
+    check_whole("workers", workers, 1)
     train = _rows(data, instruction)
     evaluation = None if eval_data is None else _rows(eval_data, instruction)
     judge, checked = Judge(workers, limit_s), set()

@@ -16,8 +16,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.envs.arithmetic import EVAL_SHARE, hashed
+from asyncrl.envs.arguments import check_whole
 from asyncrl.envs.base import Message, Split
+from asyncrl.envs.drawn import EVAL_SHARE, check_task, hashed
 from asyncrl.envs.sandbox.base import KINDS, Limits, Result, Sandbox, open_sandbox
 from asyncrl.envs.tool_env import ToolEnv
 from asyncrl.messages import Task
@@ -43,10 +44,7 @@ class Problems:
         Raises:
             ValueError: the split is neither `train` nor `eval`, or the index is negative.
         """
-        if split not in ("train", "eval") or index < 0:
-            raise ValueError(
-                f"no task {index} of split {split!r}: tasks of 'train' and 'eval' are numbered from 0"
-            )
+        check_task(split, index)
         operation, terms = self._draw(split, index)
         if operation == "product":
             text, answer = "*".join(map(str, terms)), math.prod(terms)
@@ -149,15 +147,12 @@ def make(
         ValueError: an argument is out of its range.
     """
     for name, value, most in (("numbers", numbers, 9), ("digits", digits, MAX_DIGITS)):
-        low = 2 if name == "numbers" else 1
-        if not isinstance(value, int) or not low <= value <= most:
-            raise ValueError(f"env.args.{name} = {value!r}: must be a whole number from {low} to {most}")
+        check_whole(name, value, 2 if name == "numbers" else 1, most)
     if sandbox not in ("auto", *KINDS):
         raise ValueError(f"env.args.sandbox = {sandbox!r}: must be 'auto', {', '.join(map(repr, KINDS))}")
-    if at_once is not None and (not isinstance(at_once, int) or at_once < 1):
-        raise ValueError(f"env.args.at_once = {at_once!r}: must be a whole number of at least 1")
-    if not isinstance(seed, int):
-        raise ValueError(f"env.args.seed = {seed!r}: must be a whole number")
+    if at_once is not None:
+        check_whole("at_once", at_once, 1)
+    check_whole("seed", seed)
     try:
         limits = Limits(seconds=seconds, memory_mb=memory_mb, output_bytes=OUTPUT_BYTES)
     except ValueError as error:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from asyncrl.envs.arguments import check_whole
 from asyncrl.envs.base import Message
 from asyncrl.envs.bm25 import Index
 from asyncrl.envs.rows import JsonLines
@@ -142,8 +143,7 @@ def make(
     """
     limits = {"people": (people, 10, 10_000), "hops": (hops, 1, 2), "max_turns": (max_turns, 1, 1000)}
     for name, (value, least, most) in (limits | {"seed": (seed, 0, 2**31)}).items():
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise ValueError(f"env.args.{name} = {value!r}: must be a whole number from {least} to {most}")
+        check_whole(name, value, least, most)
     if (corpus is None) != (questions is None):
         raise ValueError(f"env.args.corpus = {corpus!r}, env.args.questions = {questions!r}: give both or none")
     if corpus is None or questions is None:

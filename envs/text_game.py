@@ -19,8 +19,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from asyncrl.envs.adapters.seeded import seed_task
+from asyncrl.envs.arguments import check_whole
 from asyncrl.envs.base import Message, Split, Start, Step
+from asyncrl.envs.drawn import seed_task
 from asyncrl.messages import Task
 
 DIRECTIONS = {"north": (0, -1), "east": (1, 0), "south": (0, 1), "west": (-1, 0)}
@@ -259,13 +260,11 @@ def make(width: int = 3, height: int = 3, locked: bool = True, shaped: bool = Fa
         ValueError: an argument is out of its range.
     """
     for name, value in (("width", width), ("height", height)):
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 6:
-            raise ValueError(f"env.args.{name} = {value!r}: must be a whole number from 1 to 6")
+        check_whole(name, value, 1, 6)
     if width * height < 2:
         raise ValueError("env.args.width = 1, env.args.height = 1: there must be two rooms at least")
     for name, value in (("locked", locked), ("shaped", shaped)):
         if not isinstance(value, bool):
             raise ValueError(f"env.args.{name} = {value!r}: must be true or false")
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ValueError(f"env.args.seed = {seed!r}: must be a whole number")
+    check_whole("seed", seed)
     return TextGame(width, height, locked, shaped, seed)

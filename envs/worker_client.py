@@ -16,6 +16,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from asyncrl.envs.arguments import check_seconds
 from asyncrl.envs.base import Env, Environment, Message, Split, Start, Step, ToolFault
 from asyncrl.envs.worker_episode import step_of, wire_of
 from asyncrl.envs.worker_link import DISCONNECTED_S, Blocking, Link
@@ -173,8 +174,7 @@ def make(endpoint: str, timeout_s: float = 30.0) -> Environment:
     """
     if not isinstance(endpoint, str) or not re.fullmatch(r"tcp://[^/:\s]+:\d+", endpoint):
         raise ValueError(f"env.args.endpoint = {endpoint!r}: must be tcp://host:port, as of asyncrl env-worker")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
-        raise ValueError(f"env.args.timeout_s = {timeout_s!r}: must be a number of seconds above 0")
+    check_seconds("timeout_s", timeout_s)
     environment = WorkerEnvironment(endpoint, timeout_s)
     if "Demonstrates" in environment.served().optional:
         environment = _Demonstrating(endpoint, timeout_s)

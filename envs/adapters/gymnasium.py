@@ -19,8 +19,9 @@ from typing import Any
 
 from asyncrl.envs.adapters.extras import load_extra
 from asyncrl.envs.adapters.gymnasium_text import ActionError, compact, describe, read_action, readable
-from asyncrl.envs.adapters.seeded import seed_task
+from asyncrl.envs.arguments import check_whole
 from asyncrl.envs.base import Message, Split, Start, Step
+from asyncrl.envs.drawn import seed_task
 from asyncrl.envs.own_thread import OwnThread
 from asyncrl.messages import Task
 
@@ -125,10 +126,8 @@ def make(
         raise ValueError(f"env.args.kwargs = {kwargs!r}: must be a table of arguments for gymnasium.make")
     if not isinstance(instructions, str):
         raise ValueError(f"env.args.instructions = {instructions!r}: must be text")
-    if not isinstance(digits, int) or isinstance(digits, bool) or not 0 <= digits <= 16:
-        raise ValueError(f"env.args.digits = {digits!r}: must be a whole number from 0 to 16")
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ValueError(f"env.args.seed = {seed!r}: must be a whole number")
+    check_whole("digits", digits, 0, 16)
+    check_whole("seed", seed)
     rules = _rules(id, kwargs or {}, instructions)
     return Gymnasium(id=id, kwargs=dict(kwargs or {}), rules=rules, digits=digits, seed=seed)
 

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import msgspec
 
 from asyncrl.envs.adapters.extras import load_extra
 from asyncrl.envs.adapters.mcp_session import Connection, Shared, Where, schema_of
+from asyncrl.envs.arguments import check_seconds, check_whole
 from asyncrl.envs.base import Message, Split, Start, Step
 from asyncrl.envs.registry import load_plugin
 from asyncrl.envs.rewards import GROUP, RewardCall, own_reward
@@ -178,10 +178,8 @@ def make(
     """
     where = _where(command, url, server, environment)
     for key, value in (("open_timeout_s", open_timeout_s), ("tool_timeout_s", tool_timeout_s)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
-            raise ValueError(f"env.args.{key} = {value!r}: must be a number of seconds above 0")
-    if not isinstance(max_turns, int) or isinstance(max_turns, bool) or max_turns < 1:
-        raise ValueError(f"env.args.max_turns = {max_turns!r}: must be a whole number from 1")
+        check_seconds(key, value)
+    check_whole("max_turns", max_turns, 1)
     if isinstance(side_effects, str) or isinstance(tools, str):
         raise ValueError("env.args.side_effects and env.args.tools: must be lists of names of tools")
     if bool(path) == bool(tasks):

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ import msgspec
 from asyncrl.envs.adapters.extras import load_extra
 from asyncrl.envs.adapters.http_client import HttpClient
 from asyncrl.envs.adapters.responses import prompt_of, response_of, tools_of
+from asyncrl.envs.arguments import check_seconds, check_whole
 from asyncrl.envs.base import Message, Split, Start, Step
 from asyncrl.envs.rewards import RewardFault
 from asyncrl.envs.rows import JsonLines, read
@@ -202,10 +202,8 @@ def make(
     if protocol not in PROTOCOLS:
         raise ValueError(f"env.args.protocol = {protocol!r}: must be {' or '.join(map(repr, PROTOCOLS))}")
     for key, value in (("timeout_s", timeout_s), ("tool_timeout_s", tool_timeout_s)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
-            raise ValueError(f"env.args.{key} = {value!r}: must be a number of seconds above 0")
-    if not isinstance(max_turns, int) or isinstance(max_turns, bool) or max_turns < 1:
-        raise ValueError(f"env.args.max_turns = {max_turns!r}: must be a whole number from 1")
+        check_seconds(key, value)
+    check_whole("max_turns", max_turns, 1)
     load = read if protocol == "plain" else _rows
     rows = Rows(load(path), load(eval_path) if eval_path else None, seed=seed, epochs=epochs, share=share)
     load_extra("aiohttp", "http", "nemo-gym")

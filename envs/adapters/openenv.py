@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
 from asyncrl.envs.adapters.extras import load_extra
 from asyncrl.envs.adapters.openenv_session import Answer, Refused, Session, server_url
-from asyncrl.envs.adapters.seeded import seed_task
+from asyncrl.envs.arguments import check_seconds, check_whole
 from asyncrl.envs.base import Message, Split, Start, Step
+from asyncrl.envs.drawn import seed_task
 from asyncrl.messages import Task
 
 TEXT = "$text"
@@ -205,10 +205,8 @@ def make(
             raise ValueError(f"env.args.{key} = {value!r}: must be {'a name' if key == 'tool' else 'text'}")
     if reset is not None and not isinstance(reset, dict):
         raise ValueError(f"env.args.reset = {reset!r}: must be a table of arguments")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < inf:
-        raise ValueError(f"env.args.timeout_s = {timeout_s!r}: must be a number of seconds above 0")
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ValueError(f"env.args.seed = {seed!r}: must be a whole number")
+    check_seconds("timeout_s", timeout_s)
+    check_whole("seed", seed)
     address = server_url(url)
     load_extra("aiohttp", "http", "openenv")
     return OpenEnv(

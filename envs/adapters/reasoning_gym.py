@@ -21,11 +21,12 @@ import json
 import random
 import re
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
 from asyncrl.envs.adapters.extras import load_extra
+from asyncrl.envs.arguments import check_seconds, check_whole
 from asyncrl.envs.base import Message, Split, Start, Step
+from asyncrl.envs.drawn import check_task
 from asyncrl.envs.process_pool import CallLost, CallRaised, ProcessPool
 from asyncrl.envs.rewards import RewardFault
 from asyncrl.messages import EpisodeStatus, Task
@@ -83,10 +84,7 @@ class ReasoningGym:
             CallRaised: the generator raised.
             CallLost: the generator did not end in time.
         """
-        if split not in self.sizes or index < 0:
-            raise ValueError(
-                f"no task {index} of split {split!r}: tasks of 'train' and 'eval' are numbered from 0"
-            )
+        check_task(split, index)
         if split == "eval" and index >= self.sizes[split]:
             raise IndexError(f"the split {split!r} has {self.sizes[split]} tasks, and no task {index}")
         number = index % self.sizes[split]
@@ -211,14 +209,12 @@ def make(
     """
     whole = {"size": (size, 1), "eval_size": (eval_size, 1), "seed": (seed, 0), "workers": (workers, 1)}
     for name, (value, least) in whole.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"env.args.{name} = {value!r}: must be a whole number from {least}")
+        check_whole(name, value, least)
     if config is not None and (not isinstance(config, dict) or config.keys() & {"seed", "size"}):
         raise ValueError(
             f"env.args.config = {config!r}: must be a table without `seed` and `size`, which are env.args"
         )
-    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s < inf:
-        raise ValueError(f"env.args.limit_s = {limit_s!r}: must be a number of seconds above 0")
+    check_seconds("limit_s", limit_s)
     dataset, preset = PRESETS.get(task, (task, {}))
     exact = task in PRESETS if exact is None else exact
     sizes: dict[Split, int] = {"train": size, "eval": eval_size}

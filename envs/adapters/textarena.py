@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from math import inf
 from typing import Any, Literal
 
-from asyncrl.envs.adapters.seeded import seed_task
 from asyncrl.envs.adapters.textarena_match import Opponent
+from asyncrl.envs.arguments import check_seconds, check_whole
 from asyncrl.envs.base import Message, Split, Start, Step
+from asyncrl.envs.drawn import seed_task
 from asyncrl.envs.process_pool import CallLost, CallRaised, ProcessPool
 from asyncrl.messages import Task
 
@@ -150,8 +150,7 @@ def make(
         ValueError: an argument is out of its range, the library is missing, or the game cannot be played here.
     """
     for name, value, least in (("seed", seed, 0), ("workers", workers, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"env.args.{name} = {value!r}: must be a whole number from {least}")
+        check_whole(name, value, least)
     for name, moves in (
         ("opponent", None if opponent == "random" else opponent),
         ("opponent_moves", opponent_moves),
@@ -162,8 +161,7 @@ def make(
             raise ValueError(f"env.args.{name} = {moves!r}: must be a list of moves, at least one")
     if player not in (None, 0, 1) or isinstance(player, bool):
         raise ValueError(f"env.args.player = {player!r}: must be 0, 1 or null")
-    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s < inf:
-        raise ValueError(f"env.args.limit_s = {limit_s!r}: must be a number of seconds above 0")
+    check_seconds("limit_s", limit_s)
     pool = ProcessPool(f"{MATCH}:load_library", workers)
     other = Opponent(None if opponent == "random" else list(opponent), opponent_moves)
     try:

@@ -24,6 +24,7 @@ from typing import Any
 from asyncrl.envs.agent import AgentEnvironment, Outcome
 from asyncrl.envs.agent_endpoint import AgentEndpoint
 from asyncrl.envs.base import Environment, Split
+from asyncrl.envs.drawn import check_task
 from asyncrl.messages import Task
 
 HARNESS = "asyncrl.envs.adapters.verifiers_harness"
@@ -74,8 +75,7 @@ class Verifiers:
             IndexError: the taskset has no more tasks.
             ValueError: there is no such split, or the index is negative.
         """
-        if split not in ("train", "eval") or index < 0:
-            raise ValueError(f"no task {index} of {split!r}: there are 'train' and 'eval', numbered from 0")
+        check_task(split, index)
         position, source = index, split
         if self._shares:
             source = "train"

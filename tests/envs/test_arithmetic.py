@@ -141,7 +141,7 @@ def test_bad_operators_are_refused_with_the_allowed_ones(operators) -> None:
 
 
 def test_a_task_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="no split 'test'"):
+    with pytest.raises(ValueError, match="no task 0 of split 'test'"):
         make().task("test", 0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="-1 is negative"):
+    with pytest.raises(ValueError, match="no task -1 of split 'train'"):
         make().task("train", -1)
