@@ -294,7 +294,7 @@ asyncio.run(open_sandbox(sys.argv[1]).run(sys.argv[2]))
 def test_a_call_dies_with_the_trainer(kind: Kind) -> None:
     _open(kind)
     name = f"dies{secrets.token_hex(4)}"
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, kind, _name_it(name) + "time.sleep(100)"])
+    trainer = subprocess.Popen([sys.executable, "-P", "-c", TRAINER, kind, _name_it(name) + "time.sleep(100)"])
     try:
         _wait_until(lambda: bool(_named(name)))
     finally:
@@ -342,7 +342,8 @@ for kind in ("bwrap", "monty"):
     except ToolFault as fault: told.append(str(fault))
 print(json.dumps(told))
 """
-    answer = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PATH": ""}, capture_output=True)
+    command, environment = [sys.executable, "-P", "-c", code], {**os.environ, "PATH": ""}
+    answer = subprocess.run(command, env=environment, capture_output=True)
     bwrap, monty = json.loads(answer.stdout)
     assert "apt-get install bubblewrap" in bwrap
     assert "pip install 'asyncrl[monty]'" in monty
