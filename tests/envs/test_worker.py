@@ -147,7 +147,8 @@ async def test_arithmetic_through_a_worker_is_arithmetic(arithmetic: Environment
                 steps.append((start, await env.step({"role": "assistant", "content": content})))
                 await env.close()
             assert steps[0] == steps[1]
-    for wrong, said in ((("test", 0), "no split 'test'"), (("train", -1), "-1 is negative")):
+    refused = (("test", 0), "no task 0 of split 'test'"), (("train", -1), "no task -1 of split 'train'")
+    for wrong, said in refused:
         with pytest.raises(ValueError, match=said):
             arithmetic.task(*wrong)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="call reset"):
