@@ -307,8 +307,9 @@ def _opener(case: str, head: str, folder: Path) -> Callable[[], Subject]:
     return lambda: Subject(case, models, folder)
 
 
-# Beside the process the engine is the same vLLM as within, which is tried with both heads.
-HEADS = {"vllm-async": ("tied",)}
+# Beside the process the engine is the same vLLM as within, which is tried with both heads; and the fake SGLang
+# server computes with the embedded engine, which is too.
+HEADS = {"vllm-async": ("tied",), "sglang": ("tied",)}
 
 
 @pytest.fixture(
