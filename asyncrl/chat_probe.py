@@ -150,7 +150,7 @@ def attempt(render: Callable[[], T]) -> T | None:
     """What a template makes of a probe; None if it refuses, whatever it raises."""
     try:
         return render()
-    except Exception:
+    except Exception:  # A template is a program, and may refuse with whatever its author raises.
         return None
 
 
@@ -168,6 +168,6 @@ def _case(chat: ChatFormat, said: Message, new: Message) -> Case:
     try:
         turn = chat.turn_ids(before, tools) or chat.encode(chat.turn_text(before, tools))
         suffix = chat.suffix_ids(before, True, [new], tools, turn=turn)
-    except Exception:
+    except Exception:  # As in `attempt`; and the library's families assert.
         return "refused"
     return "fork" if suffix is None else "appended"

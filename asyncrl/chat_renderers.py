@@ -138,7 +138,7 @@ def _matching(name: str, tokenizer: Any, probes: Sequence[Rendered]) -> Family |
                 list(renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)) == ids
                 for messages, tools, ids in probes
             )
-        except Exception:
+        except Exception:  # The refusal: see above.
             continue
         if fits and probes:
             return Family(name, renderer, probes[0][2])

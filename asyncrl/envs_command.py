@@ -22,9 +22,9 @@ from typing import Any
 from asyncrl import settings
 from asyncrl.config import Env
 from asyncrl.env_template import files
-from asyncrl.envs.base import Demonstrates, Environment, Interruptible, Replays, Snapshots, Start, Truncates
+from asyncrl.envs.base import Demonstrates, Environment, Interruptible, Replays, Snapshots, Truncates
+from asyncrl.envs.opening import start_of
 from asyncrl.envs.registry import GROUP, PluginError, entries, load, load_plugin, names, owner
-from asyncrl.messages import Task
 
 WIDTH = 110
 SHOWN = 2000
@@ -154,7 +154,7 @@ def _sample(environment: Environment, timeout_s: float) -> list[str]:
     """The first task, the ideal answer to it, and the tools that a real reset gives."""
     try:
         task = environment.task("train", 0)
-        start = asyncio.run(_reset(environment, task, timeout_s))
+        start = asyncio.run(start_of(environment, task, timeout_s))
         shown = environment.demonstration(task) if isinstance(environment, Demonstrates) else None
     except (Exception, SystemExit) as error:  # The plug-in's own code: its failure is what there is to show.
         return [f"its first episode failed: {type(error).__name__}: {error}"]
@@ -162,16 +162,6 @@ def _sample(environment: Environment, timeout_s: float) -> list[str]:
     lines = [f"task('train', 0): {_json(parts)}", f"reset: {_json(start.messages)}"]
     lines += [f"demonstration: {_json(shown)}"] if shown is not None else []
     return [*lines, "tools: " + ("none" if not start.tools else ""), *(_json(tool) for tool in start.tools)]
-
-
-async def _reset(environment: Environment, task: Task, timeout_s: float) -> Start:
-    episode = environment.make()
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await episode.reset(task)
-    finally:
-        async with asyncio.timeout(timeout_s):
-            await episode.close()
 
 
 def _json(value: Any) -> str:

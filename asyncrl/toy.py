@@ -28,7 +28,8 @@ from asyncrl import __version__
 from asyncrl.chat import ChatFormat
 from asyncrl.config import Config, Env, Learner
 from asyncrl.datasets import Conversation
-from asyncrl.envs.base import Demonstrates, Environment, Start
+from asyncrl.envs.base import Demonstrates, Environment
+from asyncrl.envs.opening import start_of
 from asyncrl.envs.registry import load
 from asyncrl.learner.examples import Example, encode
 from asyncrl.messages import Task
@@ -176,23 +177,12 @@ def examples(
     shows: Demonstrates = environment
     with asyncio.Runner() as runner:
         for task in _tasks(environment, seed):
-            start = runner.run(_started(environment, task, limit_s))
+            start = runner.run(start_of(environment, task, limit_s))
             shown = shows.demonstration(task)
             answers = [{"role": "assistant", "content": shown}] if isinstance(shown, str) else shown
             messages = [*start.messages, *answers]
             trained = [i >= len(start.messages) and m["role"] == "assistant" for i, m in enumerate(messages)]
             yield encode(chat, Conversation(f"the demonstration of {task.id}", messages, start.tools, trained))
-
-
-async def _started(environment: Environment, task: Task, limit_s: float) -> Start:
-    """What an episode of the task begins with."""
-    env = environment.make()
-    try:
-        async with asyncio.timeout(limit_s):
-            return await env.reset(task)
-    finally:
-        async with asyncio.timeout(limit_s):
-            await env.close()
 
 
 def warm_start(config: Config, model: str | Path, out: str | Path, progress: Callable[[str], object]) -> None:

@@ -33,7 +33,8 @@ Buffer = bytes | memoryview
 Handler = Callable[[bytes, Message, list[memoryview]], None]
 
 
-def _configure(sock: zmq.Socket[bytes], identity: str | None) -> None:
+def configure(sock: zmq.Socket[Any], identity: str | None = None) -> None:
+    """Sets what all sockets have in common; the environment worker's too (`asyncrl.envs.worker`)."""
     sock.set(zmq.LINGER, 0)
     sock.set(zmq.SNDHWM, 0)
     sock.set(zmq.RCVHWM, 0)
@@ -96,7 +97,7 @@ class AsyncSocket:
         self._on_message = on_message
         self._is_router = kind == zmq.ROUTER
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-        _configure(self._socket, identity)
+        configure(self._socket, identity)
         if self._is_router:
             self._socket.set(zmq.ROUTER_MANDATORY, 1)
             self._socket.set(zmq.ROUTER_HANDOVER, 1)
@@ -164,7 +165,7 @@ class Client:
     def __init__(self, endpoint: str, identity: str) -> None:
         self.malformed = 0
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        _configure(self._socket, identity)
+        configure(self._socket, identity)
         self._socket.connect(endpoint)
 
     @property

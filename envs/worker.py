@@ -42,6 +42,7 @@ from asyncrl.envs.base import (
 from asyncrl.envs.worker_episode import Episode, Thread, checked, failed
 from asyncrl.envs.worker_messages import Alive, Answer, Call, Cancel, Demonstrate, Describe, Done, Draw, Heartbeat
 from asyncrl.process import EXIT_USAGE
+from asyncrl.transport import configure
 
 CLOSE_S = 5.0
 """Longest wait, at the end of the worker, for all episodes to close, and again for what they left running."""
@@ -77,7 +78,7 @@ class Worker:
         self._stopping = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        worker_messages.configure(self._socket)
+        configure(self._socket)
         # A client that reconnects takes the place of its lost connection.
         self._socket.set(zmq.ROUTER_HANDOVER, 1)
         self._socket.bind(endpoint)
@@ -194,6 +195,7 @@ class Worker:
 
     def _show(self, asked: Demonstrate) -> Done:
         if not isinstance(self._environment, Demonstrates):
+            # No client of ours asks for what the description does not have; it is told, and nothing else happens.
             raise NotImplementedError("the environment has no demonstrations")
         shown = self._environment.demonstration(asked.task)
         return Done(asked.request, text=shown) if isinstance(shown, str) else Done(asked.request, messages=shown)

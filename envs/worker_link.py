@@ -35,6 +35,7 @@ from asyncrl.envs.worker_messages import (
     Heartbeat,
     Request,
 )
+from asyncrl.transport import configure
 
 BEAT_S = 1.0
 """A heartbeat is sent this often."""
@@ -195,7 +196,7 @@ class Blocking:
 
 def _dealer(context: Any) -> Any:
     sock = context.socket(zmq.DEALER)
-    worker_messages.configure(sock)
+    configure(sock)
     # A name of its own lets an answer find this client after its connection was replaced.
     sock.set(zmq.IDENTITY, f"env-{secrets.token_hex(8)}".encode())
     sock.set(zmq.IMMEDIATE, 1)

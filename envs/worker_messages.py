@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import zmq
 
 from asyncrl.envs.base import Message, ToolFault
 from asyncrl.envs.rewards import RewardFault
@@ -20,8 +19,6 @@ from asyncrl.messages import EpisodeStatus, Task
 
 PROTOCOL = 1
 """Raised whenever a struct below changes its meaning."""
-MAX_MESSAGE_BYTES = 64 << 20
-"""A larger message closes its connection before it takes memory."""
 
 
 # ---- requests: client to worker ---------------------------------------------------------------------
@@ -147,6 +144,7 @@ Answer = Description | Done | Failed | Alive
 METHODS = ("reset", "step", "snapshot", "restore", "replay", "interrupted", "truncated", "close")
 _CLASSES = (ToolFault, IndexError, TimeoutError)
 """What the callers of an environment tell apart, subclasses included."""
+# NotImplementedError: what a client gets that asks for a demonstration where there are none.
 _PLAIN = (*_CLASSES, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
@@ -171,7 +169,7 @@ def raised(failed: Failed) -> Exception:
     return WorkerError(f"{failed.kind}: {failed.text}")
 
 
-# ---- bytes and sockets ------------------------------------------------------------------------------
+# ---- bytes ------------------------------------------------------------------------------------------
 
 
 def _number(value: Any) -> Any:
@@ -210,16 +208,3 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], frame: bytes) -> Any:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def configure(sock: Any) -> None:
-    """Sets what both ends have in common."""
-    sock.set(zmq.LINGER, 0)
-    sock.set(zmq.SNDHWM, 0)
-    sock.set(zmq.RCVHWM, 0)
-    sock.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    # ZeroMQ's own heartbeats find a peer whose machine went away without closing its connection.
-    sock.set(zmq.HEARTBEAT_IVL, 5_000)
-    sock.set(zmq.HEARTBEAT_TIMEOUT, 20_000)
-    sock.set(zmq.RECONNECT_IVL, 50)
-    sock.set(zmq.RECONNECT_IVL_MAX, 1_000)

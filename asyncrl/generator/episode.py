@@ -160,7 +160,7 @@ class EpisodeRunner:
 
     async def _answer(self, env: Env, finish: str) -> EpisodeStatus | None:
         """Gives a finished turn to the environment; returns the status if the episode is over."""
-        message = self._parsed(self._record.turns()[-1])
+        message = self._parsed(self._record.turn)
         self._dialogue.said(message)
         step = await self._step(env, message)
         guard = self._boundary.guard
@@ -230,11 +230,11 @@ class EpisodeRunner:
         before = said.messages[: len(said.messages) - len(new)]
         suffix = self._boundary.guard(
             "the chat template",
-            lambda: chat.suffix_ids(self._safe(before), True, new, said.tools, self._record.turns()[-1]),
+            lambda: chat.suffix_ids(self._safe(before), True, new, said.tools, self._record.turn),
             EpisodeStatus.FAILED_PARSE,
         )
         ids = self._prompt_ids(said) if suffix is None else suffix
-        if len(ids) >= self._room(0 if suffix is None else len(self._record.branch)):
+        if len(ids) >= self._room(0 if suffix is None else self._record.branch_length):
             return False  # With it the episode might be too long to train.
         self._observe(ids, fork=suffix is None)
         return True
@@ -246,8 +246,8 @@ class EpisodeRunner:
 
     def _limits(self) -> tuple[int, int]:
         """Tokens that the turn, and the context, have left."""
-        sampled = len(self._record.turns()[-1]) if self._record.ends_sampled else 0
-        return self._world.config.sampling.max_tokens - sampled, self._room(len(self._record.branch))
+        sampled = len(self._record.turn) if self._record.ends_sampled else 0
+        return self._world.config.sampling.max_tokens - sampled, self._room(self._record.branch_length)
 
     def _over(self) -> str | None:
         """How the turn has ended, if nothing more of it is to be sampled."""

@@ -79,6 +79,23 @@ class TokenRecord:
         return turns
 
     @property
+    def turn(self) -> list[int]:
+        """The sampled tokens that the record ends with, or, if it ends with observed ones, of the turn before."""
+        spans = list(self.spans)
+        stop = len(self.ids)
+        while spans and not spans[-1].sampled:
+            stop -= spans.pop().n
+        start = stop
+        while spans and spans[-1].sampled:
+            start -= spans.pop().n
+        return self.ids[start:stop].tolist()
+
+    @property
+    def branch_length(self) -> int:
+        """Tokens of the last branch."""
+        return len(self.ids) - self._branch
+
+    @property
     def branch(self) -> list[int]:
         """The ids of the last branch: all that the policy sees."""
         return self.ids[self._branch :].tolist()

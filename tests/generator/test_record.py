@@ -36,6 +36,11 @@ def test_a_turn_that_spans_two_versions_is_one_turn() -> None:
     record.sample([7], [-1.0], 1)
     assert record.turns() == [[3, 4, 5], [7]]
     assert record.ends_sampled
+    record.sample([8], [-1.0], 2)
+    assert record.turn == [7, 8]
+    record.observe([1, 2, 6], fork=True)
+    assert record.turn == record.turns()[-1] == [7, 8]
+    assert (record.branch, record.branch_length) == ([1, 2, 6], 3)
 
 
 def test_a_prefix_whose_arrays_do_not_fit_its_spans_is_refused() -> None:

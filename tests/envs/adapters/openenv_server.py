@@ -42,7 +42,7 @@ class Guessing(Environment):
 
     def step(self, action: Guess, timeout_s: float | None = None, **_: Any) -> Hint:
         if action.number == 1000:
-            time.sleep(5)
+            time.sleep(5)  # The fault: an action that hangs longer than the client waits.
         if action.number < 0:
             raise ValueError("numbers are not negative")
         if not self._low <= action.number <= self._high:

@@ -18,6 +18,7 @@ try:
 except ImportError:
     gymnasium = None  # type: ignore[assignment]
 
+# It is an extra, which the test environment does not install.
 needs_gymnasium = pytest.mark.skipif(
     gymnasium is None, reason="Gymnasium is not installed: pip install 'asyncrl[gymnasium]'"
 )
@@ -104,7 +105,7 @@ def test_arguments_that_make_no_environment_are_refused_before_a_run_starts() ->
         load("gymnasium", {"id": "CartPole-v1", "digits": 17})
 
 
-@pytest.mark.skipif(gymnasium is not None, reason="Gymnasium is installed")
+@pytest.mark.skipif(gymnasium is not None, reason="Gymnasium is installed, and this is about its absence")
 def test_without_the_library_the_error_says_what_to_install() -> None:
     with pytest.raises(PluginError, match=r"pip install 'asyncrl\[gymnasium\]'"):
         load("gymnasium", {"id": "CartPole-v1"})
@@ -158,7 +159,7 @@ async def test_a_call_that_hangs_is_given_up_and_its_loop_is_stopped() -> None:
     def hang() -> None:
         try:
             while True:
-                time.sleep(0.01)
+                time.sleep(0.01)  # The fault: a call that never returns, in Python, where it can be stopped.
         finally:
             going.set()
 

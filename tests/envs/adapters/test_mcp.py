@@ -18,6 +18,7 @@ try:
 except ImportError:
     mcp = None  # type: ignore[assignment]
 
+# It is an extra, which the test environment does not install.
 needs_mcp = pytest.mark.skipif(mcp is None, reason="the MCP SDK is not installed: pip install 'asyncrl[mcp]'")
 
 SERVER = Path(__file__).with_name("mcp_server.py")
@@ -105,6 +106,7 @@ async def test_a_server_that_cannot_be_started_or_reached_is_a_tool_fault(play) 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # Nothing listens here.
         address = f"http://127.0.0.1:{taken.getsockname()[1]}/mcp"
+        # The fault: a server that never says a word.
         silent = [sys.executable, "-c", "import time; time.sleep(60)"]
         for where in ({"command": ["/no/such/server"]}, {"url": address}, {"command": silent}):
             environment = load("mcp", {**where, **TASKS, "open_timeout_s": 3 if "url" in where else 1})
@@ -204,7 +206,7 @@ def test_arguments_are_checked_and_named() -> None:
             load("mcp", args)
 
 
-@pytest.mark.skipif(mcp is not None, reason="the MCP SDK is installed")
+@pytest.mark.skipif(mcp is not None, reason="the MCP SDK is installed, and this is about its absence")
 def test_without_the_library_the_error_says_what_to_install() -> None:
     with pytest.raises(PluginError, match=r"pip install 'asyncrl\[mcp\]'"):
         load("mcp", {**STDIO, **TASKS})

@@ -57,7 +57,7 @@ def server() -> Iterator[str]:
     python = os.environ.get("ASYNCRL_OPENENV_PYTHON") or (
         sys.executable if importlib.util.find_spec("openenv") else ""
     )
-    if not python:
+    if not python:  # Its server cannot live beside what the engines need.
         pytest.skip("no OpenEnv server: set ASYNCRL_OPENENV_PYTHON to an interpreter that has openenv (0.10.0)")
     port = free_port()
     process = subprocess.Popen([python, str(Path(__file__).with_name("openenv_server.py")), str(port)])
@@ -68,7 +68,7 @@ def server() -> Iterator[str]:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                 break
             assert time.monotonic() < deadline, f"the server did not start within {START_LIMIT_S} s"
-            time.sleep(0.1)
+            time.sleep(0.1)  # Another process opens the port; there is no event to wait for.
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()

@@ -9,6 +9,7 @@ from asyncrl.envs.adapters.reasoning_gym import PRESETS, ReasoningGym, make
 from asyncrl.envs.base import Demonstrates, Environment, Step
 from asyncrl.envs.rewards import RewardFault
 
+# It is an extra, which the test environment does not install.
 installed = pytest.mark.skipif(
     find_spec("reasoning_gym") is None, reason="needs pip install 'asyncrl[reasoning-gym]'"
 )
@@ -158,7 +159,9 @@ def test_a_bad_argument_is_named() -> None:
         make("gcd", config={"seed": 1})
 
 
-@pytest.mark.skipif(find_spec("reasoning_gym") is not None, reason="reasoning-gym is installed")
+@pytest.mark.skipif(
+    find_spec("reasoning_gym") is not None, reason="reasoning-gym is installed, and this is about its absence"
+)
 def test_without_the_library_the_error_says_what_to_install() -> None:
     with pytest.raises(ValueError, match=r"pip install 'asyncrl\[reasoning-gym\]'"):
         make()

@@ -10,6 +10,7 @@ from asyncrl.envs.adapters.textarena import TextArena, make
 from asyncrl.envs.base import Environment, Message, Step
 from asyncrl.messages import Task
 
+# It is an extra, which the test environment does not install.
 installed = pytest.mark.skipif(find_spec("textarena") is None, reason="needs pip install 'asyncrl[textarena]'")
 FAST = {"workers": 1, "limit_s": 60}
 
