@@ -33,6 +33,9 @@ class Run(Section):
     """Folder that holds the runs' folders."""
     seed: int = 0
     """Seeds task order, sampling and initialisation."""
+    deterministic: bool = False
+    """Synchronous, every draw seeded and every sum in a fixed order: on a CPU two runs are bitwise equal, and so
+    are an interrupted and an uninterrupted one. Also `--deterministic`."""
 
 
 class Model(Section):
@@ -285,6 +288,8 @@ class Learner(Section):
     GPU, more than about 4000 tokens (4 bytes x vocabulary each) gain nothing, and fewer than 1000 make it slow."""
     threads: PositiveInt = 1
     """CPU threads of each rank."""
+    stall_s: PositiveFloat = 600.0
+    """A rank that takes longer for a step, its collectives included, is given up, and all ranks start again."""
     cores: list[int] = []
     """CPU cores the ranks are pinned to; empty: not pinned."""
 
@@ -341,12 +346,16 @@ class Hub(Section):
     """Address that the sockets bind to."""
     port: int = Field(0, ge=0, le=65534)
     """Control port; chunks use the next one. 0: two free ports are chosen."""
+    curve: Literal["auto", "on"] = "auto"
+    """ZeroMQ CURVE keys, made per run: encrypt, and refuse peers without them. auto: if `host` is not loopback."""
     lease_s: PositiveFloat = 30.0
     """A lease that is not extended for this long goes to another generator."""
     heartbeat_s: PositiveFloat = 1.0
     """Interval of the generators' heartbeats."""
     sync: Literal["normal", "full"] = "normal"
     """SQLite's `synchronous`: normal survives killed processes, full also a power cut."""
+    journal_mb: float = Field(4096, ge=0)
+    """Size of run.db above which the tokens that no kept checkpoint needs are removed, oldest first; 0: never."""
 
 
 class Checkpoint(Section):
@@ -355,7 +364,11 @@ class Checkpoint(Section):
     every: PositiveInt = 20
     """Steps between checkpoints; the last step always gets one."""
     keep: PositiveInt = 2
-    """Checkpoints kept."""
+    """Newest checkpoints kept."""
+    keep_every: int = Field(0, ge=0)
+    """Checkpoints kept besides: those whose step is a multiple of this; 0: none."""
+    keep_best: int = Field(0, ge=0)
+    """Checkpoints kept besides: those with the highest mean reward (of the batches since the one before)."""
     timeout_s: PositiveFloat = 600.0
     """Time limit of writing one."""
 
@@ -369,6 +382,8 @@ class Supervise(Section):
     """Window over which restarts are counted."""
     backoff_s: PositiveFloat = 0.5
     """Delay before the second restart in a window; doubles each time, at most 10 s."""
+    hang_s: PositiveFloat = 30.0
+    """A process on this machine that gives no sign of life for this long is killed and started again."""
     grace_s: PositiveFloat = 30.0
     """Time that processes get to stop in order before they are killed."""
     start_timeout_s: PositiveFloat = 120.0

@@ -39,10 +39,10 @@ from asyncrl.commit import Committer
 from asyncrl.config import Config
 from asyncrl.envs.registry import load
 from asyncrl.harvest import Harvest
+from asyncrl.intake import Intake, frames_fit
 from asyncrl.journal import Journal, JournalError
 from asyncrl.messages import (
     PROTOCOL,
-    Ack,
     Applied,
     Checkpointed,
     Chunks,
@@ -69,7 +69,7 @@ from asyncrl.messages import (
 from asyncrl.process import EXIT_STOP_RUN, hold_run
 from asyncrl.recovery import restore
 from asyncrl.roster import Note, Published, Restart, Roster, Send, Skipped, Unusable
-from asyncrl.scheduler import Grant, Rules, Scheduler, Verdict
+from asyncrl.scheduler import Grant, Rules, Scheduler
 from asyncrl.tasks import Tasks
 from asyncrl.trainers.filters import group_filter
 from asyncrl.transport import AsyncSocket
@@ -105,9 +105,9 @@ class Hub:
         self._stopping = ""
         self._served_step = self._scheduler.sealed_step
         self._harvest = Harvest(config, self._scheduler.filtered_groups)
+        self._intake = Intake(self._scheduler, self._harvest, self._tasks_ahead, self._record, self._now)
         self._exit: asyncio.Future[int] = self._loop.create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._chunk_count = self._token_count = 0
         self._failed = False
 
     async def run(self) -> int:
@@ -208,42 +208,12 @@ class Hub:
             self._roster.publisher_joined(hello.incarnation, now)
 
     def _on_data(self, peer: bytes, message: Message, frames: list[memoryview]) -> None:
-        if not isinstance(message, Chunks) or not _frames_fit(message, frames):
+        if not isinstance(message, Chunks) or not frames_fit(message, frames):
             self._data.malformed += 1
             return
-        refused: set[int] = set()
-        early = False
-        at = 0
-        for chunk in message.chunks:
-            stop = at + 4 * chunk.n
-            verdict = self._scheduler.chunk(chunk)
-            early |= verdict is Verdict.EARLY
-            if verdict is Verdict.ACCEPTED:
-                self._record(records.chunk(chunk, frames[0][at:stop], frames[1][at:stop]))
-                self._token_count += chunk.n
-            elif verdict is Verdict.REFUSED:
-                refused.add(chunk.lease_id)
-            at = stop
-        self._chunk_count += len(message.chunks)
-        for turn in message.turns:
-            verdict = self._scheduler.turn(turn)
-            early |= verdict is Verdict.EARLY
-            if verdict is Verdict.ACCEPTED:
-                self._record(*records.turn(turn))
-            elif verdict is Verdict.REFUSED:
-                refused.add(turn.lease_id)
-        for end in message.ends:
-            episode = self._scheduler.episodes.get(end.episode_id)  # Its end may be the last of its group.
-            verdict = self._scheduler.end(end, self._now())
-            early |= verdict is Verdict.EARLY
-            if verdict is Verdict.REFUSED:
-                refused.add(end.lease_id)
-            elif verdict is Verdict.ACCEPTED and episode is not None:
-                self._harvest.ended(end, episode)
-                self._tasks_ahead.ended(episode)
-        if not early:
-            # Without an ack the generator sends the message again, after the one that is missing.
-            self._after(partial(self._data.send, Ack(message.message_id, sorted(refused)), to=peer))
+        ack = self._intake.take(message, frames)
+        if ack is not None:
+            self._after(partial(self._data.send, ack, to=peer))
         if message.ends:
             self._changed()
 
@@ -440,10 +410,10 @@ class Hub:
             await asyncio.sleep(REPORT_S)
             counts: dict[str, float] = dict(self._scheduler.counts())
             committer = self._committer
-            counts |= {"chunks": self._chunk_count, "tokens": self._token_count, "commits": committer.commits}
+            counts |= {"chunks": self._intake.chunks, "tokens": self._intake.tokens, "commits": committer.commits}
             counts["commit_ms"] = 1e3 * committer.seconds / max(1, committer.commits)
             counts["malformed"] = self._control.malformed + self._data.malformed
-            self._chunk_count = self._token_count = committer.commits = 0
+            self._intake.chunks = self._intake.tokens = committer.commits = 0
             committer.seconds = 0.0
             self._record(records.metric(self._now(), self._scheduler.step, "hub", counts))
 
@@ -485,11 +455,3 @@ class Hub:
         elif error is not None:
             print(f"hub: {task.get_name()} failed: {error!r}", flush=True)
             self._leave(1)
-
-
-def _frames_fit(message: Chunks, frames: list[memoryview]) -> bool:
-    """Whether the frames hold exactly the tokens and log-probs that the header announces."""
-    if len(frames) != 2 or any(chunk.n < 1 for chunk in message.chunks):
-        return False
-    nbytes = 4 * sum(chunk.n for chunk in message.chunks)
-    return len(frames[0]) == nbytes == len(frames[1])

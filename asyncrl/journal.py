@@ -226,27 +226,32 @@ class Journal:
 
     def _tokens(self, episode_id: int) -> EpisodeTokens:
         chunks = self.rows(
-            "SELECT n, version, sampled, fork, tokens, logprobs FROM chunk WHERE episode_id = ? ORDER BY seq",
+            "SELECT n, version, sampled, fork, tokens, logprobs, crc, seq FROM chunk WHERE episode_id = ?"
+            " ORDER BY seq",
             episode_id,
         )
         spans: list[Span] = []
-        for n, version, sampled, fork, *_ in chunks:
+        for n, version, sampled, fork, tokens, logprobs, crc, seq in chunks:
+            if records.checksum(tokens, logprobs) != crc:
+                raise JournalError(
+                    f"{self.path}: chunk {seq} of episode {episode_id} is damaged (its checksum does not fit); "
+                    "`asyncrl doctor RUN` finds all that is; restore the file from a copy"
+                )
             if spans and not fork and (spans[-1].version, spans[-1].sampled) == (version, bool(sampled)):
                 spans[-1] = msgspec.structs.replace(spans[-1], n=spans[-1].n + n)
             else:
                 spans.append(Span(n, version, bool(sampled), bool(fork)))
-        tokens = b"".join(chunk[4] for chunk in chunks)
+        all_tokens = b"".join(chunk[4] for chunk in chunks)
         # Observed chunks are stored without log-probs; their zeros are made here.
-        logprobs = b"".join(chunk[5] or bytes(4 * chunk[0]) for chunk in chunks)
+        all_logprobs = b"".join(chunk[5] or bytes(4 * chunk[0]) for chunk in chunks)
         length = sum(chunk[0] for chunk in chunks)
-        if not len(tokens) == len(logprobs) == 4 * length:
+        if not len(all_tokens) == len(all_logprobs) == 4 * length:
             raise JournalError(
-                f"{self.path}: episode {episode_id} should have {length} tokens but holds {len(tokens)} bytes "
-                f"of tokens and {len(logprobs)} of log-probs; the file is damaged, restore it from a copy"
+                f"{self.path}: episode {episode_id} should have {length} tokens but holds {len(all_tokens)} bytes "
+                f"of tokens and {len(all_logprobs)} of log-probs; the file is damaged, restore it from a copy"
             )
-        return EpisodeTokens(
-            spans, len(chunks), np.frombuffer(tokens, np.dtype("<i4")), np.frombuffer(logprobs, np.dtype("<f4"))
-        )
+        ids, floats = np.frombuffer(all_tokens, np.dtype("<i4")), np.frombuffer(all_logprobs, np.dtype("<f4"))
+        return EpisodeTokens(spans, len(chunks), ids, floats)
 
     def batch(self, batch_id: int) -> StoredBatch:
         """A sealed batch.

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised whenever a struct below changes its meaning; a peer with another number is refused."""
 
 
@@ -306,6 +306,8 @@ class StepDone(msgspec.Struct, frozen=True, tag="step_done"):
     step: int
     batch_id: int
     metrics: dict[str, float]
+    digest: str = ""
+    """Fingerprint of the learner's state (parameters, moments) after the step: equal states, equal digests."""
 
 
 class StepFailed(msgspec.Struct, frozen=True, tag="step_failed"):
@@ -321,6 +323,8 @@ class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
 
     step: int
     path: str
+    kept: list[int] = []
+    """Steps of all complete checkpoints that are there now, this one included."""
 
 
 # ---- weights -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ not.) There is no foreign key and no trigger, so only the order within one table
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -73,14 +74,16 @@ _BATCH = Statement(
 )
 _CHUNK = Statement(
     "chunk",
-    "INSERT INTO chunk (episode_id, seq, n, version, sampled, fork, tokens, logprobs)"
-    " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+    "INSERT INTO chunk (episode_id, seq, n, version, sampled, fork, tokens, logprobs, crc)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
 )
 _TURN = Statement(
     "turn", "INSERT OR REPLACE INTO turn (episode_id, turn, turn_json, snapshot) VALUES (?, ?, ?, ?)"
 )
 _OLD_SNAPSHOT = Statement("turn", "UPDATE turn SET snapshot = NULL WHERE episode_id = ? AND turn < ?")
-_STEP = Statement("step", "INSERT OR REPLACE INTO step (step, batch_id, ended, metrics_json) VALUES (?, ?, ?, ?)")
+_STEP = Statement(
+    "step", "INSERT OR REPLACE INTO step (step, batch_id, ended, metrics_json, digest) VALUES (?, ?, ?, ?, ?)"
+)
 _VERSION = Statement(
     "version", "INSERT OR REPLACE INTO version (version, published, seconds, nbytes) VALUES (?, ?, ?, ?)"
 )
@@ -180,7 +183,12 @@ def chunk(header: Chunk, tokens: bytes | memoryview, logprobs: bytes | memoryvie
     """An accepted chunk: `tokens` int32 [n], `logprobs` float32 [n] or, if observed, empty. No copy is made."""
     h = header
     held = (tokens, logprobs if h.sampled else b"")
-    return Record(_CHUNK, (h.episode_id, h.seq, h.n, h.version, h.sampled, h.fork, *held))
+    return Record(_CHUNK, (h.episode_id, h.seq, h.n, h.version, h.sampled, h.fork, *held, checksum(*held)))
+
+
+def checksum(tokens: bytes | memoryview, logprobs: bytes | memoryview) -> int:
+    """CRC-32 of a chunk's tokens and log-probs, as the journal holds them."""
+    return zlib.crc32(logprobs, zlib.crc32(tokens))
 
 
 def turn(turn: Turn) -> list[Record]:
@@ -195,9 +203,9 @@ def turn(turn: Turn) -> list[Record]:
     return written
 
 
-def step(step: int, batch_id: int, ended: float, metrics: Mapping[str, float]) -> Record:
+def step(step: int, batch_id: int, ended: float, metrics: Mapping[str, float], digest: str = "") -> Record:
     """A learner step was applied. Belongs into one write with the records of `Scheduler.step_done`."""
-    return Record(_STEP, (step, batch_id, ended, json.dumps(metrics)))
+    return Record(_STEP, (step, batch_id, ended, json.dumps(metrics), digest))
 
 
 def version(version: int, published: float, seconds: float = 0.0, nbytes: int = 0) -> Record:

@@ -5,11 +5,12 @@ every viewer read it. Inserts are idempotent: primary keys are ids and sequence 
 is handled twice changes nothing. Times are seconds since the epoch (`time`); JSON columns are named so.
 """
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
--- keys: schema, name, config_json, created, status (running | finished | stopped | failed), reason
+-- keys: schema, name, config_json, created, status (running | finished | stopped | failed), reason,
+--   checkpoints (JSON: steps of those that are kept), reclaimed (last step whose tokens were removed)
 
 CREATE TABLE IF NOT EXISTS task (
     task_index INTEGER PRIMARY KEY,          -- order of admission
@@ -61,6 +62,7 @@ CREATE TABLE IF NOT EXISTS chunk (
     fork INTEGER NOT NULL,                   -- 1: a new branch of the episode begins with it
     tokens BLOB NOT NULL,                    -- int32, little-endian
     logprobs BLOB NOT NULL,                  -- float32, little-endian; empty for observed tokens
+    crc INTEGER NOT NULL,                    -- CRC-32 of both: SQLite does not notice a changed blob
     PRIMARY KEY (episode_id, seq)
 );
 
@@ -95,7 +97,8 @@ CREATE TABLE IF NOT EXISTS step (
     step INTEGER PRIMARY KEY,
     batch_id INTEGER NOT NULL,
     ended REAL NOT NULL,
-    metrics_json TEXT NOT NULL
+    metrics_json TEXT NOT NULL,
+    digest TEXT NOT NULL                     -- fingerprint of the learner's state after it, see StepDone
 );
 
 CREATE TABLE IF NOT EXISTS version (

@@ -33,9 +33,9 @@ LAYERS = [
     | {"harvest", "curriculum", "chat", "chat_template", "chat_probe", "chat_renderers", "tool_calls", "neutral"},
     {"trainers", "envs"},
     {"hub", "generator", "learner", "weights", "evaluate", "toy", "metrics", "doctor"}
-    | {"scorer", "scorer_client", "scorer_model", "algos", "envs_command", "tasks"},
+    | {"scorer", "scorer_client", "scorer_model", "algos", "envs_command", "tasks", "intake"},
     {"supervisor", "launch", "algo_launch", "scorer_launch"},
-    {"train", "cli", "__main__"},
+    {"train", "cli", "commands", "__main__"},
 ]
 
 

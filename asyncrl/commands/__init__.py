@@ -1,0 +1,1 @@
+"""The commands of `asyncrl`, by what they are about."""
