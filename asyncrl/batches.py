@@ -12,6 +12,7 @@ from asyncrl.config import Config
 from asyncrl.groups import rows_of
 from asyncrl.journal import Journal
 from asyncrl.messages import Batch, NextBatch
+from asyncrl.reclaim import explain_missing
 
 
 class BatchDesk:
@@ -26,6 +27,10 @@ class BatchDesk:
 
         The plan was made for the number of ranks that the run was configured with. A learner of another
         size gets a plan of its own, which depends on the batch alone and so is the same for all its ranks.
+
+        Raises:
+            TokensGone: tokens of the batch were removed from the journal (`asyncrl.reclaim`).
+            JournalError: tokens are damaged or missing.
         """
         sealed = self._journal.batch(wanted.step)
         rows = sealed.plan
@@ -36,6 +41,10 @@ class BatchDesk:
         order = [index for row in mine for index in row]
         ids = [sealed.episodes[index].episode_id for index in order]
         held = self._journal.episode_tokens(ids)
+        for index in order:
+            episode = sealed.episodes[index]
+            if len(held[episode.episode_id].tokens) != episode.length:
+                raise explain_missing(self._journal, wanted.step, episode.episode_id)
         tokens = np.concatenate([held[i].tokens for i in ids]) if ids else np.empty(0, np.int32)
         logprobs = np.concatenate([held[i].logprobs for i in ids]) if ids else np.empty(0, np.float32)
         spans = [list(held[i].spans) for i in ids]

@@ -1,8 +1,8 @@
 """The `asyncrl` command: dispatches, and turns errors into exit codes. Nothing heavy is imported here.
 
-Exit codes: 0 done, 1 the run failed, 2 the input cannot be used, 3 the run had to stop (see
-`asyncrl.process`), 130 stopped by Ctrl-C. Each command is a small function in `asyncrl.commands`; what it does
-lives in a module of its own, imported when the command runs.
+Exit codes: 0 done, 1 the run failed, 2 the input cannot be used, 3 the run had to stop, 4 what a process
+waited for did not come within its limit (3 and 4: see `asyncrl.process`), 130 stopped by Ctrl-C. Each command is a
+small function in `asyncrl.commands`; what it does lives in a module of its own, imported when the command runs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ COMMANDS: dict[str, str] = {
     "eval": "mean reward of a model or a run on held-out tasks",
     "runs": "list the runs",
     "episodes": "list a run's episodes, or account for all of them",
+    "replay": "train steps of a run once more and compare, bit for bit; or with another algorithm",
+    "diff": "the first step at which two runs differ, and in what",
     "init-model": "make a tiny model with a character tokenizer",
     "sft": "supervised training on an environment's demonstrations, or on a file of conversations",
     "dpo": "train a model on a file of preference pairs (DPO)",
@@ -30,7 +32,8 @@ COMMANDS: dict[str, str] = {
     "scorer": "serve a reward model to generators (`train` starts it)",
     "env-worker": "serve an environment from a Python of its own, for `--env worker`",
     "learner": "run one learner rank, with the torchrun variables set",
-    "doctor": "check this machine: versions, sockets, disk, plug-ins",
+    "key": "make a key file, for a scorer or env-worker on another machine than the run",
+    "doctor": "check this machine (versions, sockets, disk, plug-ins), or a run: `doctor RUN`",
     "algos": "list algorithms and their parts; `algos show NAME` explains one",
     "envs": "list environments; show, check or begin one: `envs show|check|new NAME`",
 }
@@ -105,6 +108,8 @@ _HANDLERS: dict[str, Callable[[Parser, list[str]], int]] = {
     "eval": runs.evaluate,
     "runs": runs.runs,
     "episodes": runs.episodes,
+    "replay": runs.replay,
+    "diff": runs.diff,
     "init-model": models.init_model,
     "sft": models.sft,
     "dpo": models.dpo,
@@ -114,6 +119,7 @@ _HANDLERS: dict[str, Callable[[Parser, list[str]], int]] = {
     "scorer": processes.scorer,
     "env-worker": processes.env_worker,
     "learner": processes.learner,
+    "key": processes.key,
     "doctor": runs.doctor,
     "algos": _algos,
     "envs": _envs,

@@ -2,11 +2,12 @@
 
     record(…) ─┐                       ┌──▶ commit thread: Journal.write (one transaction)
     after(…) ──┴─▶ gather while one ───┤                 │ durable
-                   commit is running   └◀── actions run ─┘ (acks, leases, batches leave)
+                   commit is running   └◀── actions run ─┘ (acks, leases, batches leave); then reclaiming
 
 Records that come while a commit runs form the next one: commits group themselves under load and are
-immediate without it. It does not know what is recorded or sent. Used by the hub's event loop; the one
-thread also does the hub's reads, so the journal is never in two threads at a time.
+immediate without it. A slow disk makes commits rare and large, and everything that waits for them late; nothing
+else changes, and the event `slow_disk` says so. It does not know what is recorded or sent. Used by the hub's event
+loop; the one thread also does the hub's reads, so the journal is never in two threads at a time.
 """
 
 from __future__ import annotations
@@ -17,17 +18,23 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from asyncrl import records
 from asyncrl.journal import Journal
+from asyncrl.reclaim import Reclaimer
 from asyncrl.records import Record
+
+SLOW_COMMIT_S = 5.0
+"""A commit that takes longer is an event: leases, acks and batches wait for it."""
 
 
 class Committer:
     """Owns the journal's thread. All methods are called on the event loop."""
 
-    def __init__(self, journal: Journal, last_call: Callable[[], list[Record]]) -> None:
+    def __init__(self, journal: Journal, last_call: Callable[[], list[Record]], reclaimer: Reclaimer) -> None:
         """Args: `last_call` yields the scheduler's records, which belong before every pending action."""
         self._journal = journal
         self._last_call = last_call
+        self._reclaimer = reclaimer
         self._records: list[Record] = []
         self._actions: list[Callable[[], object]] = []
         self._work = asyncio.Event()
@@ -61,14 +68,23 @@ class Committer:
             await self._work.wait()
             self._work.clear()
             actions, self._actions = self._actions, []
-            records, self._records = self._records + self._last_call(), []
-            if records:
-                started = time.perf_counter()
-                await self.read(self._journal.write, records)
-                self.seconds += time.perf_counter() - started
-                self.commits += 1
+            taken, self._records = self._records + self._last_call(), []
+            if taken:
+                await self._commit(taken)
             for action in actions:
                 action()
+            if taken:
+                await self.read(self._reclaimer.piece, len(taken))
+
+    async def _commit(self, taken: list[Record]) -> None:
+        started = time.perf_counter()
+        await self.read(self._journal.write, taken)
+        took = time.perf_counter() - started
+        self.seconds += took
+        self.commits += 1
+        if took > SLOW_COMMIT_S:
+            what = f"a commit of {len(taken)} rows took {took:.1f} s: is the disk of run.db shared or failing?"
+            self.record(records.event(time.time(), "hub", "slow_disk", what))
 
     def close(self) -> None:
         """Ends the thread and closes the journal."""

@@ -290,6 +290,8 @@ class Learner(Section):
     """CPU threads of each rank."""
     stall_s: PositiveFloat = 600.0
     """A rank that takes longer for a step, its collectives included, is given up, and all ranks start again."""
+    batch_s: PositiveFloat = 1800.0
+    """Longest wait for a batch: without one nothing is sampled, or far too slowly, and the run fails."""
     cores: list[int] = []
     """CPU cores the ranks are pinned to; empty: not pinned."""
 
@@ -363,8 +365,8 @@ class Checkpoint(Section):
 
     every: PositiveInt = 20
     """Steps between checkpoints; the last step always gets one."""
-    keep: PositiveInt = 2
-    """Newest checkpoints kept."""
+    keep: int = Field(2, ge=2)
+    """Newest checkpoints kept. At least 2: after a crash the newest may be ahead of run.db, and is passed over."""
     keep_every: int = Field(0, ge=0)
     """Checkpoints kept besides: those whose step is a multiple of this; 0: none."""
     keep_best: int = Field(0, ge=0)
@@ -382,8 +384,9 @@ class Supervise(Section):
     """Window over which restarts are counted."""
     backoff_s: PositiveFloat = 0.5
     """Delay before the second restart in a window; doubles each time, at most 10 s."""
-    hang_s: PositiveFloat = 30.0
-    """A process on this machine that gives no sign of life for this long is killed and started again."""
+    hang_s: float = Field(30.0, ge=2)
+    """A process that gives no sign of life for this long, or whose event loop is blocked, is started again; there
+    is a sign each second. Under a debugger that stops it, raise this."""
     grace_s: PositiveFloat = 30.0
     """Time that processes get to stop in order before they are killed."""
     start_timeout_s: PositiveFloat = 120.0

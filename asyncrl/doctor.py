@@ -14,7 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -74,12 +74,17 @@ def doctor(run_root: str | Path) -> tuple[str, int]:
         ("memory", check_memory),
         ("plug-ins", check_plugins),
     )
-    findings = [finding for name, check in checks for finding in _guarded(name, check)]
+    findings = [finding for name, check in checks for finding in guarded(name, check)]
+    return told(findings, "everything that is needed works")
+
+
+def told(findings: Sequence[Finding], sound: str) -> tuple[str, int]:
+    """The report, which ends with `sound` if there is no problem, and the exit code, 1 if there is one."""
     problems = sum(finding.level == "problem" for finding in findings)
     width = max(len(finding.what) for finding in findings)
     marks = {"ok": "ok  ", "note": "note", "problem": "FAIL"}
     lines = [f"{marks[finding.level]}  {finding.what:<{width}}  {finding.text}" for finding in findings]
-    verdict = f"{problems} problem{'s' * (problems != 1)}" if problems else "everything that is needed works"
+    verdict = f"{problems} problem{'s' * (problems != 1)}" if problems else sound
     return "\n".join([*lines, verdict]), int(problems > 0)
 
 
@@ -197,7 +202,8 @@ def check_plugins() -> Iterator[Finding]:
 # ---- machinery -----------------------------------------------------------------------------------
 
 
-def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """The fault boundary of a check."""
     try:
         yield from check()
     except Exception as error:

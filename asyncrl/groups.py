@@ -151,6 +151,7 @@ class Rules:
     order: Order
     steps: int
     lease_s: float
+    heartbeat_s: float
     seed: int
     ranks: int
     token_budget: int
@@ -181,6 +182,7 @@ class Rules:
             order=config.replay.order,
             steps=config.train.steps,
             lease_s=config.hub.lease_s,
+            heartbeat_s=config.hub.heartbeat_s,
             seed=config.run.seed,
             ranks=config.learner.ranks,
             token_budget=config.learner.token_budget,

@@ -15,6 +15,7 @@ because of the event is an *action* that runs only after those records are durab
     | a lease              | free generator slot | admission (version), another's end | -                  |
     | Ready, Applied, Sent | roster              | generators, publisher              | weights.timeout_s  |
     | an ack               | generator's outbox  | the commit                         | re-sent            |
+    | a training task      | the hub's loop      | the environment                    | tasks.TASK_S       |
 
 Everything it knows is in run.db: `kill -9` and a new start lose nothing. It never imports torch, and of an
 algorithm's parts only the group filter, which may be a plug-in: one that imports torch brings it here. Started by
@@ -24,6 +25,7 @@ the supervisor, or by hand with `asyncrl hub --run runs/<name> --port 5555`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Coroutine, Sequence
@@ -33,7 +35,7 @@ from typing import Any
 
 import zmq
 
-from asyncrl import records
+from asyncrl import keys, records
 from asyncrl.batches import BatchDesk
 from asyncrl.commit import Committer
 from asyncrl.config import Config
@@ -45,6 +47,7 @@ from asyncrl.messages import (
     PROTOCOL,
     Applied,
     Checkpointed,
+    CheckpointFault,
     Chunks,
     Heartbeat,
     Hello,
@@ -66,13 +69,18 @@ from asyncrl.messages import (
     TransferFailed,
     Welcome,
 )
+from asyncrl.overdue import StepWatch
+from asyncrl.peers import Control, Peers, introduces, may_say, name_of
 from asyncrl.process import EXIT_STOP_RUN, hold_run
+from asyncrl.reclaim import Reclaimer
 from asyncrl.recovery import restore
-from asyncrl.roster import Note, Published, Restart, Roster, Send, Skipped, Unusable
+from asyncrl.roster import Roster
+from asyncrl.rounds import Note, Published, Restart, Send, Skipped, Unusable
 from asyncrl.scheduler import Grant, Rules, Scheduler
 from asyncrl.tasks import Tasks
 from asyncrl.trainers.filters import group_filter
-from asyncrl.transport import AsyncSocket
+from asyncrl.transport import MAX_CONTROL_BYTES, AsyncSocket
+from asyncrl.watchdog import watchdog
 
 REPORT_S = 1.0
 """Interval of the hub's own metrics."""
@@ -89,21 +97,23 @@ class Hub:
         self._run_dir = run_dir
         self._config_json = journal.get("config_json")
         self._config = config = Config.model_validate_json(self._config_json)
+        self._keys = keys.of_run(run_dir, config.hub)
         self._tasks_ahead = Tasks(config.env, load(config.env.name, config.env.args), journal)
         rules = Rules.from_config(config, greedy=bool(config.algo.greedy_baseline))
         self._scheduler: Scheduler = restore(rules, group_filter(config.algo), journal, self._now())
         self._roster = Roster(config, self._scheduler.version)
         self._host, self._port = config.hub.host, port
-        self._peers: dict[str, bytes] = {}
-        self._roles: dict[bytes, str] = {}
-        self._committer = Committer(journal, self._scheduler.take_records)
+        self._peers = Peers()
+        reclaimer = Reclaimer(journal, config.hub.journal_mb)
+        self._committer = Committer(journal, self._scheduler.take_records, reclaimer)
         self._record, self._after = self._committer.record, self._committer.after
         self._desk = BatchDesk(journal, config)
-        self._wanted: dict[tuple[int, int], tuple[bytes, NextBatch]] = {}
+        self._wanted: dict[int, tuple[bytes, NextBatch]] = {}
         self._advance_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = ""
         self._served_step = self._scheduler.sealed_step
+        self._step_watch = StepWatch(config.learner.stall_s)
         self._harvest = Harvest(config, self._scheduler.filtered_groups)
         self._intake = Intake(self._scheduler, self._harvest, self._tasks_ahead, self._record, self._now)
         self._exit: asyncio.Future[int] = self._loop.create_future()
@@ -113,8 +123,9 @@ class Hub:
     async def run(self) -> int:
         """Serves until a shutdown; returns the exit status."""
         self._loop.set_exception_handler(self._broken)
-        self._control = AsyncSocket(zmq.ROUTER, self._on_control)
-        self._data = AsyncSocket(zmq.ROUTER, self._on_data)
+        listen = partial(AsyncSocket, zmq.ROUTER, keys=self._keys)
+        self._control = listen(self._on_control, max_bytes=MAX_CONTROL_BYTES, takes=Control)
+        self._data = listen(self._on_data, takes=Chunks)
         self._control.bind(f"tcp://{self._host}:{self._port}")
         self._data.bind(f"tcp://{self._host}:{self._port + 1}")
         self._record(records.event(self._now(), "hub", "started", f"port {self._port}"))
@@ -122,13 +133,15 @@ class Hub:
         self._spawn(self._committer.run_forever(), "commit")
         self._spawn(self._reports_forever(), "report")
         self._changed()
-        status = await self._exit
+        with watchdog.serving(self._config.supervise.hang_s, self._run_dir, self._loop):
+            status = await self._exit
         self._control.close()
         self._data.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._committer.close()
+        with watchdog.waiting("its last commit", self._config.supervise.grace_s, "supervise.grace_s"):
+            self._committer.close()
         return status
 
     # ---- messages --------------------------------------------------------------------------------
@@ -136,19 +149,22 @@ class Hub:
     def _on_control(self, peer: bytes, message: Message, frames: list[memoryview]) -> None:
         if isinstance(message, Hello):
             self._on_hello(peer, message)
-        elif peer not in self._roles:
-            # The hub was restarted; the peer must introduce itself before anything else counts.
-            self._control.send(Rehello(), to=peer)
             return
+        role, name = self._peers.role(peer), name_of(peer)
+        if role is None:
+            self._control.send(Rehello(), to=peer)
+        elif frames or not may_say(role, name, message):
+            self._control.malformed += 1
         else:
-            self._dispatch(peer, peer.decode(errors="replace").split("/")[0], message)
-        self._changed()
+            self._dispatch(peer, name, message)
+            self._changed()
 
     def _dispatch(self, peer: bytes, name: str, message: Message) -> None:
         now = self._now()
         match message:
             case Heartbeat(leases, stats):
                 self._revoke(peer, self._scheduler.heartbeat(name, leases, now))
+                self._roster.heard(name, now)
                 self._record(records.metric(now, self._scheduler.step, name, stats))
             case Ready(epoch, _):
                 self._roster.ready(name, epoch, now)
@@ -169,31 +185,27 @@ class Hub:
                 self._on_step_done(message, now)
             case StepFailed(step, batch_id, reason):
                 self._fail(f"step {step} was not applied: {reason}; batch {batch_id} is kept in run.db")
-            case Checkpointed(step, path):
-                self._record(records.checkpoint(now, step, path))
+            case Checkpointed() | CheckpointFault():
+                self._record(*records.checkpoints(now, message))
             case ProcessEvent():
                 self._on_process_event(message, now)
             case Shutdown(reason, status):
                 self._shutdown(reason, status)
-            case _:
-                self._control.malformed += 1
 
     def _on_hello(self, peer: bytes, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
             reason = f"{hello.name} speaks protocol {hello.protocol}, this hub {PROTOCOL}; install one version"
             self._control.send(Refused(reason), to=peer)
             return
+        if not introduces(peer, hello):
+            self._control.malformed += 1
+            self._control.send(Refused(f"{hello.name!r} cannot be the name of a {hello.role!r}"), to=peer)
+            return
         now = self._now()
-        self._peers[hello.name] = peer
-        self._roles[peer] = hello.role
-        data = f"tcp://{self._host}:{self._port + 1}"
-        welcome = Welcome(
-            self._config_json.encode(),
-            str(self._run_dir),
-            data,
-            self._scheduler.version,
-            self._scheduler.step,
-        )
+        if (forgotten := self._peers.add(peer, hello)) is not None:
+            self._left(forgotten, now)
+        config, data = self._config_json.encode(), f"tcp://{self._host}:{self._port + 1}"
+        welcome = Welcome(config, str(self._run_dir), data, self._scheduler.version, self._scheduler.step)
         self._after(partial(self._control.send, welcome, to=peer))
         if hello.role == "generator" and (self._stopping or self._scheduler.finished):
             self._after(partial(self._control.send, Stop(self._stopping or "all steps are done"), to=peer))
@@ -206,6 +218,7 @@ class Hub:
             self._roster.generator_joined(hello.name, hello.incarnation, hello.version, now)
         elif hello.role == "publisher":
             self._roster.publisher_joined(hello.incarnation, now)
+        self._changed()
 
     def _on_data(self, peer: bytes, message: Message, frames: list[memoryview]) -> None:
         if not isinstance(message, Chunks) or not frames_fit(message, frames):
@@ -222,31 +235,43 @@ class Hub:
             # Rank 0 has done a step that is not recorded: its StepDone was lost on the way.
             self._control.send(Rehello(), to=peer)
             return
-        self._wanted[wanted.step, wanted.rank] = (peer, wanted)
+        self._wanted[wanted.rank] = (peer, wanted)
 
     def _on_step_done(self, done: StepDone, now: float) -> None:
         if done.step <= self._scheduler.step:
-            return  # A learner that resumed from its checkpoint repeats steps; their rows stand.
+            # A learner that resumed from its checkpoint repeats steps; their rows stand.
+            self._spawn(self._check_repeated(done), "digest")
+            return
+        if done.step > self._scheduler.sealed_step:
+            return  # There is no such batch.
         self._scheduler.step_done(done.step)
         metrics = done.metrics | {"reward_batch": done.metrics.get("reward", 0.0)} | self._harvest.take_metrics()
-        self._record(records.step(done.step, done.batch_id, now, metrics))
+        self._record(records.step(done.step, done.batch_id, now, metrics, done.digest))
         if self._scheduler.done:
             self._scheduler.finish("run ended")
             self._record(records.run_key("status", "finished"))
             self._stop_generators("all steps are done")
 
+    async def _check_repeated(self, done: StepDone) -> None:
+        recorded = await self._committer.read(self._journal.digest, done.step)
+        if recorded and done.digest:
+            self._record(records.repeated(self._now(), done.step, recorded, done.digest))
+
     def _on_process_event(self, event: ProcessEvent, now: float) -> None:
         self._record(records.event(now, event.name, event.what, event.detail))
-        if event.what == "died":
-            self._forget(event.name)
-            if event.name.startswith("generator"):
-                self._scheduler.generator_left(event.name)
-                self._roster.generator_left(event.name, now)
-            elif event.name.startswith("learner"):
-                self._forget("publisher")
-                self._wanted.clear()
-                self._served_step = 0
-                self._roster.publisher_left(now)
+        if event.what in ("died", "left"):
+            self._left(event.name, now)
+
+    def _left(self, name: str, now: float) -> None:
+        self._peers.forget(name)
+        if name.startswith("learner"):
+            self._peers.forget("publisher")
+            self._wanted.clear()
+            self._served_step = 0
+            self._roster.publisher_left(now)
+        else:
+            self._scheduler.generator_left(name)
+            self._roster.generator_left(name, now)
 
     # ---- moving on -------------------------------------------------------------------------------
 
@@ -304,7 +329,8 @@ class Hub:
         self._spawn(send(), "lease")
 
     def _serve_batches(self, now: float) -> None:
-        for (step, rank), (peer, wanted) in list(self._wanted.items()):
+        for rank, (peer, wanted) in list(self._wanted.items()):
+            step = wanted.step
             if self._stopping and step > self._served_step:
                 reply: Message | None = Stop(self._stopping)
             elif step > self._scheduler.step + 1:
@@ -315,9 +341,10 @@ class Hub:
                 reply = None
                 self._served_step = max(self._served_step, step)
                 self._harvest.batch_served(self._scheduler.filtered_groups)
+                self._step_watch.served(step, now)
             else:
                 continue
-            del self._wanted[step, rank]
+            del self._wanted[rank]
             if reply is not None:
                 self._after(partial(self._control.send, reply, to=peer))
             else:
@@ -376,22 +403,21 @@ class Hub:
             if not (status == "stopped" and self._scheduler.done):
                 self._record(records.run_key("status", status))
                 self._record(records.run_key("reason", reason))
+            self._report()
             self._after(partial(self._leave, 0))
 
     def _stop_generators(self, reason: str) -> None:
         """They leave the roster too: nobody waits for a weight transfer to a process that is ending."""
-        for name, peer in self._peers.items():
-            if self._roles.get(peer) == "generator":
-                self._roster.generator_left(name, self._now())
-                self._after(partial(self._control.send, Stop(reason), to=peer))
+        for name, peer in self._peers.generators():
+            self._roster.generator_left(name, self._now())
+            self._after(partial(self._control.send, Stop(reason), to=peer))
 
     def _fail(self, reason: str) -> None:
         """The run cannot go on: the reason is journalled and every process is told to stop."""
         if self._failed:
             return
         self._failed = True
-        # The supervisor takes the last line of the log for the reason.
-        print(f"hub: {reason}", flush=True)
+        _say(reason)
         self._record(records.event(self._now(), "hub", "failed", reason))
         self._record(records.run_key("status", "failed"))
         self._record(records.run_key("reason", reason))
@@ -408,17 +434,23 @@ class Hub:
     async def _reports_forever(self) -> None:
         while True:
             await asyncio.sleep(REPORT_S)
-            counts: dict[str, float] = dict(self._scheduler.counts())
-            committer = self._committer
-            counts |= {"chunks": self._intake.chunks, "tokens": self._intake.tokens, "commits": committer.commits}
-            counts["commit_ms"] = 1e3 * committer.seconds / max(1, committer.commits)
-            counts["malformed"] = self._control.malformed + self._data.malformed
-            self._intake.chunks = self._intake.tokens = committer.commits = 0
-            committer.seconds = 0.0
-            self._record(records.metric(self._now(), self._scheduler.step, "hub", counts))
+            self._report()
+
+    def _report(self) -> None:
+        """Gauges and totals of the run; traffic and commits since the report before."""
+        counts: dict[str, float] = dict(self._scheduler.counts())
+        committer = self._committer
+        counts |= {"chunks": self._intake.chunks, "tokens": self._intake.tokens, "commits": committer.commits}
+        counts["commit_ms"] = 1e3 * committer.seconds / max(1, committer.commits)
+        counts["malformed"] = self._control.malformed + self._data.malformed
+        self._intake.chunks = self._intake.tokens = committer.commits = 0
+        committer.seconds = 0.0
+        self._scheduler.traffic.clear()
+        self._record(records.metric(self._now(), self._scheduler.step, "hub", counts))
+        self._record(*self._step_watch.overdue(self._scheduler.step, self._now()))
 
     def _send_to(self, name: str, message: Message, frames: Sequence[bytes] = ()) -> None:
-        peer = self._peers.get(name)
+        peer = self._peers.find(name)
         if peer is not None:
             self._control.send(message, frames, to=peer)
 
@@ -426,11 +458,6 @@ class Hub:
         if leases:
             message = Revoke(list(leases), "the lease lapsed or belongs to another generator")
             self._after(partial(self._control.send, message, to=peer))
-
-    def _forget(self, name: str) -> None:
-        peer = self._peers.pop(name, None)
-        if peer is not None:
-            self._roles.pop(peer, None)
 
     def _now(self) -> float:
         """Seconds since the epoch that never run backwards."""
@@ -449,9 +476,17 @@ class Hub:
     def _spawned_over(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, JournalError):
-            print(f"hub: {error}", flush=True)
-            self._leave(EXIT_STOP_RUN)
+        if isinstance(error, JournalError) and task.get_name() == "commit":
+            self._leave(EXIT_STOP_RUN)  # The status cannot be written, and on a full disk no log either.
+            _say(str(error))
+        elif isinstance(error, JournalError):
+            self._fail(str(error))
         elif error is not None:
             print(f"hub: {task.get_name()} failed: {error!r}", flush=True)
             self._leave(1)
+
+
+def _say(reason: str) -> None:
+    """The supervisor takes the last line of the log for the reason; a full disk does not take the line."""
+    with contextlib.suppress(OSError):
+        print(f"hub: {reason}", flush=True)

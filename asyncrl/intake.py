@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from asyncrl import records
 from asyncrl.harvest import Harvest
-from asyncrl.messages import Ack, Chunks, EpisodeEnd
+from asyncrl.messages import Ack, Chunk, Chunks, EpisodeEnd, Turn
+from asyncrl.records import Record
 from asyncrl.scheduler import Scheduler, Verdict
 from asyncrl.tasks import Tasks
 
@@ -39,7 +42,7 @@ class Intake:
             the generator sends it again, after the one that is.
         """
         verdicts = self._chunks(message, frames) + self._turns(message) + [self._end(end) for end in message.ends]
-        parts = [*message.chunks, *message.turns, *message.ends]
+        parts: list[Chunk | Turn | EpisodeEnd] = [*message.chunks, *message.turns, *message.ends]
         if Verdict.EARLY in verdicts:
             return None
         refused = {part.lease_id for part, said in zip(parts, verdicts, strict=True) if said is Verdict.REFUSED}
@@ -60,9 +63,10 @@ class Intake:
     def _turns(self, message: Chunks) -> list[Verdict]:
         verdicts = []
         for turn in message.turns:
-            verdicts.append(self._scheduler.turn(turn))
+            rows = _rows(turn)
+            verdicts.append(self._scheduler.turn(turn) if rows else Verdict.REFUSED)
             if verdicts[-1] is Verdict.ACCEPTED:
-                self._record(*records.turn(turn))
+                self._record(*rows)
         return verdicts
 
     def _end(self, end: EpisodeEnd) -> Verdict:
@@ -72,6 +76,16 @@ class Intake:
             self._harvest.ended(end, episode)
             self._tasks.ended(episode)
         return verdict
+
+
+def _rows(turn: Turn) -> list[Record]:
+    """A turn's rows; none if the journal could not give it back: it has no JSON, or a number that is none."""
+    try:
+        rows = records.turn(turn)
+        msgspec.json.decode(rows[0].values[2], type=Turn)
+    except (TypeError, ValueError, RecursionError):
+        return []
+    return rows
 
 
 def frames_fit(message: Chunks, frames: list[memoryview]) -> bool:

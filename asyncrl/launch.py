@@ -12,8 +12,10 @@ import shutil
 import time
 from pathlib import Path
 
+from asyncrl import keys
 from asyncrl.algo_launch import fitted
 from asyncrl.config import Config
+from asyncrl.deterministic import settled
 from asyncrl.envs.registry import load
 from asyncrl.envs.rewards import Rewards
 from asyncrl.generator.engines.select import check_arguments, choose
@@ -37,7 +39,7 @@ def resolved(config: Config, *, here: bool = True) -> Config:
         UsageError: the environment, the algorithm, a reward or a model folder cannot be used.
     """
     try:
-        config = fitted(config.model_copy(update={"algo": resolve(config.algo)}))
+        config = fitted(settled(config).model_copy(update={"algo": resolve(config.algo)}))
         load(config.env.name, config.env.args)
         Rewards(config.reward)
         check_arguments(config)
@@ -45,6 +47,8 @@ def resolved(config: Config, *, here: bool = True) -> Config:
         raise UsageError(str(error)) from error
     if here:
         config = on_this_machine(config)
+    if config.reward.endpoint is not None and not keys.needed(config.hub):
+        keys.for_endpoint(config.reward.endpoint)
     if config.reward.model is not None:
         scored_by = Path(config.reward.model).expanduser().resolve()
         check_reward_model(scored_by)
@@ -59,6 +63,21 @@ def resolved(config: Config, *, here: bool = True) -> Config:
             check_length(config, path)
             config = config.model_copy(update={name: section.model_copy(update={"path": str(path)})})
     return config
+
+
+def resumable(config: Config) -> Config:
+    """Checks what may have changed since a run was started: its settings (`asyncrl.resume`), and this machine.
+
+    Raises:
+        UsageError: as `resolved`.
+    """
+    try:
+        config = settled(config)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if config.reward.model is not None:
+        check_device(config.reward.model_device)
+    return on_this_machine(config)
 
 
 def on_this_machine(config: Config) -> Config:
@@ -233,6 +252,8 @@ def new_run_dir(config: Config) -> Path:
 def create(config: Config, run_dir: Path) -> None:
     """Makes the run folder and its journal, which holds the resolved configuration, in one rename.
 
+    With keys, where its hub needs them (`asyncrl.keys`), or a copy of those that this process was given.
+
     Raises:
         UsageError: the folder cannot be written.
     """
@@ -240,6 +261,9 @@ def create(config: Config, run_dir: Path) -> None:
     try:
         fresh.mkdir(parents=True)
         Journal.create(fresh / "run.db", run_dir.name, config.model_dump_json()).close()
+        held = keys.of_process() or (keys.make() if keys.needed(config.hub) else None)
+        if held is not None:
+            keys.write(held, fresh / keys.NAME)
         fresh.rename(run_dir)
     except (OSError, JournalError) as error:
         raise UsageError(f"run folder {run_dir} cannot be made: {error}; choose another --run.dir") from error
@@ -270,7 +294,9 @@ def explain(config: Config) -> str:
     tokens = (episodes + extra) * config.sampling.max_tokens
     held = config.generator.count * config.capacity
     mode = "synchronous, on-policy" if lag == 0 else f"tokens up to {lag} versions old at admission"
-    if config.staleness.over_age == "train":
+    if config.run.deterministic:
+        mode += "; deterministic: bitwise the same each time, interrupted or not"
+    elif config.staleness.over_age == "train":
         mode += f"; older ones corrected, masked above {config.staleness.max_token_age}"
     reward = config.reward
     scorer = f"├─ scorer         {reward.model} on {reward.model_device}\n" if reward.model else ""

@@ -3,6 +3,10 @@
 A part of `asyncrl.scheduler`, which is its only caller. Pure: no I/O and no clock. A lease is granted to a
 generator with free capacity and new enough weights, extended by heartbeats, and either ends with its
 episode or lapses; a lapsed lease is never valid again, and its episode goes back to the front of the queue.
+
+What a broken connection does to a lease: if it was lost on its way, the generator's next Hello does not name it,
+and it lapses at once. If it is still on its way when that Hello is sent, it lapses as well: the generator that
+then runs it is told by a Revoke, and what it streamed of it is refused, so nothing is lost and nothing kept twice.
 """
 
 from __future__ import annotations
@@ -15,6 +19,10 @@ from asyncrl import records
 from asyncrl.groups import Episode, EpisodeState
 from asyncrl.messages import Task
 from asyncrl.records import Record
+
+AWAY_S = 5.0
+"""A generator that was not heard for this long, or for three heartbeats, is away (its link, its machine, or it
+hangs): what is sent to it would be lost. Its leases stay valid until their deadline, and while all are away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +50,8 @@ class Generator:
     capacity: int
     version: int
     """The version that it samples with."""
-    deadline: float
-    """Without a sign of life until then it gets no new leases: it would only let them lapse."""
+    heard: float
+    """When it gave its last sign of life; one that is away gets no new leases."""
     leases: set[int] = field(default_factory=set)
 
     @property
@@ -55,8 +63,9 @@ class Generator:
 class Leases:
     """The lease table. Every change is written to `log` as records."""
 
-    def __init__(self, lease_s: float, log: list[Record]) -> None:
+    def __init__(self, lease_s: float, heartbeat_s: float, log: list[Record]) -> None:
         self.lease_s = lease_s
+        self._away_s = max(AWAY_S, 3 * heartbeat_s)
         self.generators: dict[str, Generator] = {}
         self.active: dict[int, Grant] = {}
         self.deadlines: dict[int, float] = {}
@@ -120,7 +129,7 @@ class Leases:
         own: set[int] = set()
         if generator is not None:
             own = generator.leases
-            generator.deadline = now + self.lease_s
+            generator.heard = now
         foreign = []
         for lease_id in named:
             if lease_id in own:
@@ -135,7 +144,8 @@ class Leases:
         """Hands queued episodes to the generators with most free capacity until nothing fits."""
         if not self._queues:
             return []
-        free = [(-g.free, name) for name, g in self.generators.items() if g.free > 0 and g.deadline > now]
+        since = now - self._away_s
+        free = [(-g.free, name) for name, g in self.generators.items() if g.free > 0 and g.heard > since]
         heapq.heapify(free)
         grants = []
         while free:
@@ -191,10 +201,16 @@ class Leases:
         self._log.append(records.lease_state(lease_id, "done"))
 
     def lapse(self, now: float) -> list[Grant]:
-        """Ends the leases whose deadline has come."""
+        """Ends the leases whose deadline has come; while nobody is heard that could go on, they last."""
         lapsed = []
+        since = now - min(self._away_s, self.lease_s)
+        nobody = all(generator.heard <= since for generator in self.generators.values())
         while (deadline := self.next_deadline()) is not None and deadline <= now:
-            lapsed.append(self._lapse(self._expiry[0][1]))
+            lease_id = self._expiry[0][1]
+            if nobody:
+                self.deadlines[lease_id] = now + self.lease_s
+            else:
+                lapsed.append(self._lapse(lease_id))
         return lapsed
 
     def next_deadline(self) -> float | None:

@@ -6,17 +6,31 @@ tag) followed by raw frames that carry token arrays in little-endian form. Nothi
 supervisor all import this module.
 
 Arrays in frames: token ids are int32, log-probs are float32, both C-contiguous and unpadded.
+
+What a server (hub, scorer) takes from its peers is bounded here, so that what can be decoded can be journalled:
+numbers that SQLite holds, names, lists and tables of a sane length. A message beyond that is malformed.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 PROTOCOL = 4
 """Raised whenever a struct below changes its meaning; a peer with another number is refused."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A number, an id, a step."""
+Version = Annotated[int, msgspec.Meta(ge=-1, le=2**63 - 1)]
+"""A version of the weights; -1: none."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+"""A duration; finite."""
+Name = Annotated[str, msgspec.Meta(max_length=255)]
+Ids = Annotated[list[Count], msgspec.Meta(max_length=65_536)]
+Numbers = Annotated[dict[Name, float], msgspec.Meta(max_length=4096)]
+"""Metrics, rewards or counts by name; not all need be finite."""
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -74,17 +88,17 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 class Turn(msgspec.Struct, frozen=True, array_like=True):
     """What an environment answered, kept so that an episode can go on elsewhere. Turn 0 is its `reset`."""
 
-    lease_id: int
-    episode_id: int
-    turn: int
-    seq: int
+    lease_id: Count
+    episode_id: Count
+    turn: Count
+    seq: Count
     """Sequence number after the chunks that came before the answer."""
     messages: list[dict[str, Any]]
     """The environment's, without the assistant's."""
     tools: list[dict[str, Any]] = []
     """Turn 0: schemas of the tools."""
-    rewards: dict[str, float] = {}
-    info: dict[str, float] = {}
+    rewards: Numbers = {}
+    info: Numbers = {}
     snapshot: bytes | None = None
     """State of the environment after the turn, if it has snapshots."""
 
@@ -118,20 +132,20 @@ class Lease(msgspec.Struct, frozen=True, tag="lease"):
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Any process to hub: first message, and again whenever the hub asks (`Rehello`)."""
 
-    role: str
+    role: Name
     """`generator`, `learner`, `publisher` (the learner's weight sender) or `supervisor`."""
-    name: str
+    name: Name
     """Stable across restarts, for example `generator-0`."""
-    incarnation: str
+    incarnation: Name
     """New for each start of the process; tells a restart from a reconnect."""
-    pid: int = 0
+    pid: Count = 0
     protocol: int = PROTOCOL
-    capacity: int = 0
+    capacity: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     """Generator: the number of episodes that it is willing to hold at once."""
-    version: int = -1
+    version: Version = -1
     """Generator: version of the weights it has loaded, -1 for none. Learner: its optimiser step."""
-    leases: list[int] = []
-    """Generator: leases that it is still running."""
+    leases: Ids = []
+    """Generator: leases that it is still running, or whose end is not acked."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -155,8 +169,8 @@ class Rehello(msgspec.Struct, frozen=True, tag="rehello"):
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Generator to hub, every `hub.heartbeat_s`: extends the leases that it names."""
 
-    leases: list[int] = []
-    stats: dict[str, float] = {}
+    leases: Ids = []
+    stats: Numbers = {}
     """Metrics since the last heartbeat, by name (see `asyncrl.metrics`)."""
 
 
@@ -187,12 +201,12 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Header of one chunk: consecutive tokens of one episode, one version, one origin."""
 
-    lease_id: int
-    episode_id: int
-    seq: int
+    lease_id: Count
+    episode_id: Count
+    seq: Count
     """0, 1, 2 ... within the episode, across leases."""
-    n: int
-    version: int
+    n: Count
+    version: Version
     sampled: bool
     fork: bool = False
     """As `Span.fork`."""
@@ -201,27 +215,27 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 class EpisodeEnd(msgspec.Struct, frozen=True, array_like=True):
     """The episode is over; `seq` is the sequence number after its last chunk."""
 
-    lease_id: int
-    episode_id: int
-    seq: int
-    status: str
+    lease_id: Count
+    episode_id: Count
+    seq: Count
+    status: Name
     """An `EpisodeStatus` value."""
     reward: float | None
     """Weighted sum of `rewards`; None when it failed or has none."""
-    turns: int
+    turns: Count
     detail: str = ""
     """The reason, for a failed episode."""
-    rewards: dict[str, float] = {}
+    rewards: Numbers = {}
     """Its parts by name, before their weights: the environment's, summed over turns, and those of the reward
     functions and model. Without those that are missing; empty when it failed."""
-    info: dict[str, float] = {}
+    info: Numbers = {}
     """Named counts of the episode: tool_calls, tool_errors, forks, and the environment's own."""
 
 
 class Chunks(msgspec.Struct, frozen=True, tag="chunks"):
     """Generator to hub. Frames: all chunks' tokens concatenated, all chunks' log-probs concatenated."""
 
-    message_id: int
+    message_id: Count
     chunks: list[Chunk] = []
     turns: list[Turn] = []
     ends: list[EpisodeEnd] = []
@@ -241,7 +255,7 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
 class Score(msgspec.Struct, frozen=True, tag="score"):
     """Generator to scorer: what does the reward model think of this conversation?"""
 
-    request: int
+    request: Count
     """Unique among the sender's requests. One may be sent again: while it waits it counts once, and one that was
     answered meanwhile is computed again, to the same score."""
     conversation: list[dict[str, Any]]
@@ -263,9 +277,9 @@ class Scored(msgspec.Struct, frozen=True, tag="scored"):
 class NextBatch(msgspec.Struct, frozen=True, tag="next_batch"):
     """Learner rank to hub: give me my share of the batch for `step` (1, 2, ...)."""
 
-    step: int
-    rank: int
-    ranks: int
+    step: Count
+    rank: Count
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
 
 
 class EpisodeMeta(msgspec.Struct, frozen=True, array_like=True):
@@ -303,9 +317,9 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
 class StepDone(msgspec.Struct, frozen=True, tag="step_done"):
     """Learner rank 0 to hub: the optimiser step was applied."""
 
-    step: int
-    batch_id: int
-    metrics: dict[str, float]
+    step: Count
+    batch_id: Count
+    metrics: Numbers
     digest: str = ""
     """Fingerprint of the learner's state (parameters, moments) after the step: equal states, equal digests."""
 
@@ -313,18 +327,28 @@ class StepDone(msgspec.Struct, frozen=True, tag="step_done"):
 class StepFailed(msgspec.Struct, frozen=True, tag="step_failed"):
     """Learner rank 0 to hub: the step was not applied (a loss or gradient is not finite)."""
 
-    step: int
-    batch_id: int
+    step: Count
+    batch_id: Count
     reason: str
 
 
 class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
     """Learner rank 0 to hub: a checkpoint of `step` is complete on disk."""
 
-    step: int
+    step: Count
     path: str
-    kept: list[int] = []
+    kept: Ids = []
     """Steps of all complete checkpoints that are there now, this one included."""
+
+
+class CheckpointFault(msgspec.Struct, frozen=True, tag="checkpoint_fault"):
+    """Learner rank 0 to hub: a checkpoint is damaged and was passed over, or could not be written."""
+
+    what: Literal["checkpoint_passed_over", "checkpoint_failed"]
+    detail: str
+    """Which one, and why."""
+    kept: Ids = []
+    """Steps of all complete checkpoints that are there now."""
 
 
 # ---- weights -----------------------------------------------------------------------------------
@@ -342,9 +366,9 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
     """Publisher to hub: I hold weights of `version`; who needs them?"""
 
-    version: int
+    version: Version
     store_host: str
-    store_port: int
+    store_port: Annotated[int, msgspec.Meta(ge=0, le=65_535)]
     """0: no group is built (shared memory)."""
     buckets: list[list[TensorMeta]]
     addresses: list[str] = []
@@ -369,8 +393,8 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Generator to hub: my receiver waits for `Go`."""
 
-    epoch: int
-    version: int
+    epoch: Count
+    version: Version
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
@@ -386,17 +410,17 @@ class Go(msgspec.Struct, frozen=True, tag="go"):
 class Applied(msgspec.Struct, frozen=True, tag="applied"):
     """Generator to hub: `version` is in use."""
 
-    epoch: int
-    version: int
-    pause_s: float
-    transfer_s: float
+    epoch: Count
+    version: Version
+    pause_s: Seconds
+    transfer_s: Seconds
 
 
 class TransferFailed(msgspec.Struct, frozen=True, tag="transfer_failed"):
     """Generator or publisher to hub: the transfer of `version` in group `epoch` failed."""
 
-    epoch: int
-    version: int
+    epoch: Count
+    version: Version
     reason: str
     refused: bool = False
     """The version itself is at fault (damaged, not finite, for another model): do not send it again."""
@@ -405,10 +429,10 @@ class TransferFailed(msgspec.Struct, frozen=True, tag="transfer_failed"):
 class Sent(msgspec.Struct, frozen=True, tag="sent"):
     """Publisher to hub: the broadcast of `version` in group `epoch` is complete."""
 
-    epoch: int
-    version: int
-    seconds: float
-    nbytes: int
+    epoch: Count
+    version: Version
+    seconds: Seconds
+    nbytes: Count
 
 
 class Resync(msgspec.Struct, frozen=True, tag="resync"):
@@ -421,11 +445,11 @@ class Resync(msgspec.Struct, frozen=True, tag="resync"):
 
 
 class ProcessEvent(msgspec.Struct, frozen=True, tag="process_event"):
-    """Supervisor to hub: a process started, died or was given up."""
+    """Supervisor to hub: a process started, died or was given up. Generator to hub: it leaves."""
 
-    name: str
-    what: str
-    """`started`, `died` or `gave_up`."""
+    name: Name
+    what: Name
+    """`started`, `died`, `gave_up`; `left`: stopped in order, all that it had is durable."""
     detail: str = ""
 
 
@@ -439,7 +463,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 Message = (
     Hello | Welcome | Rehello | Heartbeat | Lease | Revoke | Stop | Refused | Chunks | Ack | NextBatch
-    | Batch | StepDone | StepFailed | Checkpointed | Offer | Prepare | Ready | Go | Applied
+    | Batch | StepDone | StepFailed | Checkpointed | CheckpointFault | Offer | Prepare | Ready | Go | Applied
     | TransferFailed | Sent | Resync | ProcessEvent | Shutdown | Score | Scored
 )  # fmt: skip
 

@@ -18,6 +18,8 @@ EXIT_USAGE = 2
 """Bad input or a refused peer: restarting would not help."""
 EXIT_STOP_RUN = 3
 """The run must stop (a step that is not finite, an unwritable journal): restarting would not help."""
+EXIT_STALLED = 4
+"""What the process waited for did not come within its limit (`asyncrl.watchdog`): it is started again."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -54,11 +56,14 @@ def hold_run(run_dir: Path) -> TextIO:
     """Makes sure that this is the run's only hub; the kernel lets go of the lock when the process ends.
 
     Raises:
-        UsageError: another hub has it.
+        UsageError: another hub has it, or the folder cannot be written.
     """
     from asyncrl.settings import UsageError  # Imports pydantic, which `asyncrl --help` must not wait for.
 
-    lock = (run_dir / "hub.lock").open("w")
+    try:
+        lock = (run_dir / "hub.lock").open("w")
+    except OSError as error:
+        raise UsageError(f"{run_dir} cannot be written: {error}; check its owner, permissions and disk") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

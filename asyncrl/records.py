@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncrl.messages import Chunk, Task, Turn
+from asyncrl.messages import Checkpointed, CheckpointFault, Chunk, Task, Turn
 
 
 class Statement(NamedTuple):
@@ -81,6 +81,8 @@ _TURN = Statement(
     "turn", "INSERT OR REPLACE INTO turn (episode_id, turn, turn_json, snapshot) VALUES (?, ?, ?, ?)"
 )
 _OLD_SNAPSHOT = Statement("turn", "UPDATE turn SET snapshot = NULL WHERE episode_id = ? AND turn < ?")
+_CHUNKS_REMOVED = Statement("chunk", "DELETE FROM chunk WHERE episode_id = ?")
+_TURNS_REMOVED = Statement("turn", "DELETE FROM turn WHERE episode_id = ?")
 _STEP = Statement(
     "step", "INSERT OR REPLACE INTO step (step, batch_id, ended, metrics_json, digest) VALUES (?, ?, ?, ?, ?)"
 )
@@ -203,6 +205,11 @@ def turn(turn: Turn) -> list[Record]:
     return written
 
 
+def tokens_removed(episode_id: int) -> list[Record]:
+    """An episode's tokens and turns are gone; its row stays. Which ones may go: `asyncrl.reclaim`."""
+    return [Record(_CHUNKS_REMOVED, (episode_id,)), Record(_TURNS_REMOVED, (episode_id,))]
+
+
 def step(step: int, batch_id: int, ended: float, metrics: Mapping[str, float], digest: str = "") -> Record:
     """A learner step was applied. Belongs into one write with the records of `Scheduler.step_done`."""
     return Record(_STEP, (step, batch_id, ended, json.dumps(metrics), digest))
@@ -223,9 +230,19 @@ def event(time: float, source: str, what: str, detail: str = "") -> Record:
     return Record(_EVENT, (time, source, what, detail))
 
 
-def checkpoint(time: float, step: int, path: str) -> Record:
-    """The event of a complete checkpoint."""
-    return event(time, "learner", "checkpoint", json.dumps({"step": step, "path": path}))
+def checkpoints(time: float, news: Checkpointed | CheckpointFault) -> list[Record]:
+    """An event of the learner's checkpoints, and the steps of those that are there after it. One write."""
+    if isinstance(news, Checkpointed):
+        what, detail = "checkpoint", json.dumps({"step": news.step, "path": news.path})
+    else:
+        what, detail = news.what, news.detail
+    return [event(time, "learner", what, detail), run_key("checkpoints", json.dumps(news.kept))]
+
+
+def repeated(time: float, step: int, recorded: str, digest: str) -> Record:
+    """The event of a step that was trained again: its digest is the recorded one (`repeated`) or it `differs`."""
+    detail = json.dumps({"step": step, "recorded": recorded, "digest": digest})
+    return event(time, "learner", "repeated" if digest == recorded else "differs", detail)
 
 
 def run_key(key: str, value: str) -> Record:

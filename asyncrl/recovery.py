@@ -4,6 +4,10 @@ The hub calls `restore` at every start: for a new run the tables are empty and a
 result equals the scheduler that made the records, but for the generators: of those only the leases are
 known, which stay valid for `hub.lease_s` from now. A generator that says hello in that time keeps the
 leases that it names. What was not committed was told to nobody, so nothing is missed.
+
+First it looks for damage: in the pages of the tables that it reads (30 ms per 100,000 episodes), and in all tokens
+of live episodes, which are about to become prefixes and batches (1.4 s per GiB). Other tokens are checked when
+they are read; the whole file is by `asyncrl train --resume` and `asyncrl doctor RUN`.
 """
 
 from __future__ import annotations
@@ -14,10 +18,15 @@ from collections.abc import Iterator
 import msgspec
 
 from asyncrl.groups import Episode, EpisodeState, Group, GroupState, KeepGroup, Rules, kind_of
-from asyncrl.journal import Journal
+from asyncrl.journal import Journal, damaged
 from asyncrl.messages import Task
 from asyncrl.scheduler import Scheduler
 
+_TABLES = ("run", "task", "grp", "episode", "lease", "batch", "step", "version")
+_LIVE = """
+SELECT episode_id, episode.state, length, next_seq FROM episode JOIN grp USING (group_id)
+WHERE grp.state IN ('running', 'complete')
+"""
 _GROUPS = """
 SELECT group_id, task_index, task_json, needs_version, state, uses
 FROM grp JOIN task USING (task_index) WHERE state IN ('running', 'complete') ORDER BY group_id
@@ -29,7 +38,7 @@ FROM episode JOIN grp USING (group_id) WHERE grp.state IN ('running', 'complete'
 """
 # Until an episode ends, its row does not say how far it is; its chunks do.
 _PROGRESS = """
-SELECT episode_id, count(*), max(seq), sum(n), sum(n * sampled),
+SELECT episode_id, count(*), sum(n), sum(n * sampled),
        coalesce(min(version) FILTER (WHERE sampled), -1), coalesce(max(version) FILTER (WHERE sampled), -1)
 FROM chunk WHERE episode_id IN (SELECT episode_id FROM episode WHERE state IN ('queued', 'leased'))
 GROUP BY episode_id
@@ -54,16 +63,28 @@ def restore(rules: Rules, keep_group: KeepGroup, journal: Journal, now: float) -
     """Builds the scheduler that the journal describes.
 
     Raises:
-        RuntimeError: the tables contradict each other.
-        JournalError: the journal cannot be read.
+        JournalError: the journal cannot be read, is damaged, or its tables contradict each other.
     """
+    _check(journal)
     scheduler = Scheduler(rules, keep_group)
-    _restore_counters(scheduler, journal)
-    _restore_groups(scheduler, journal)
-    _restore_progress(scheduler, journal)
-    _restore_leases(scheduler, journal, now)
-    _restore_batches(scheduler, journal)
+    try:
+        _restore_counters(scheduler, journal)
+        _restore_groups(scheduler, journal)
+        _restore_progress(scheduler, journal)
+        _restore_leases(scheduler, journal, now)
+        _restore_batches(scheduler, journal)
+    except KeyError as error:  # The fault boundary of tables that do not fit together.
+        raise damaged(journal.path, f"its tables refer to number {error}, which is not there") from error
     return scheduler
+
+
+def _check(journal: Journal) -> None:
+    journal.check(*_TABLES)
+    for episode_id, state, *ended in journal.rows(_LIVE):
+        held = journal.episode_tokens([episode_id])[episode_id]
+        if state in ("done", "failed") and [len(held.tokens), held.next_seq] != ended:
+            told = f"has {len(held.tokens)} tokens in {held.next_seq} chunks, not {ended[0]} in {ended[1]}"
+            raise damaged(journal.path, f"episode {episode_id} {told}")
 
 
 def pass_rates(journal: Journal) -> Iterator[tuple[str, list[float | None]]]:
@@ -80,6 +101,8 @@ def _restore_counters(scheduler: Scheduler, journal: Journal) -> None:
     scheduler.next_draw = number("SELECT coalesce(max(drawn) + 1, 0) FROM task")
     scheduler.next_episode_id = number("SELECT coalesce(max(episode_id) + 1, 0) FROM episode")
     scheduler.filtered_groups = number("SELECT count(*) FROM grp WHERE state = 'filtered'")
+    retired = "SELECT count(*) FROM grp WHERE state = 'retired' AND uses < ?"
+    scheduler.cut_short = int(journal.rows(retired, scheduler.rules.reuse)[0][0])
     scheduler.version = number("SELECT coalesce(max(version), 0) FROM version")
     scheduler.sealed_step = number("SELECT coalesce(max(batch_id), 0) FROM batch")
     scheduler.step = number("SELECT coalesce(max(step), 0) FROM step")
@@ -106,11 +129,7 @@ def _restore_groups(scheduler: Scheduler, journal: Journal) -> None:
 
 
 def _restore_progress(scheduler: Scheduler, journal: Journal) -> None:
-    for episode_id, chunks, last_seq, *progress in journal.rows(_PROGRESS):
-        if chunks != last_seq + 1:
-            raise RuntimeError(
-                f"{journal.path}: episode {episode_id} has {chunks} chunks but its last is number {last_seq}"
-            )
+    for episode_id, chunks, *progress in journal.rows(_PROGRESS):
         episode = scheduler.episodes[episode_id]
         episode.next_seq = chunks
         episode.length, episode.sampled, episode.min_version, episode.max_version = progress
@@ -128,7 +147,7 @@ def _restore_leases(scheduler: Scheduler, journal: Journal, now: float) -> None:
         if episode.state is EpisodeState.QUEUED:
             scheduler.leases.enqueue(episode)
         elif episode.state is EpisodeState.LEASED and episode.lease_id is None:
-            raise RuntimeError(f"{journal.path}: episode {episode.episode_id} is leased but has no active lease")
+            raise damaged(journal.path, f"episode {episode.episode_id} is leased but has no active lease")
 
 
 def _restore_batches(scheduler: Scheduler, journal: Journal) -> None:

@@ -29,6 +29,11 @@ a restarted hub never reuses one.
     |                         |           | the first failure, for then the collective has ended for all |
     | Offer after a Resync    | the roster| `timeout_s`, then it asks again                             |
 
+A generator that is *away* (not heard for `leases.AWAY_S`, or three heartbeats) takes part in nothing until it is
+heard again, and is never blamed: not it failed, but its link. A round that waits for it goes on without it, or,
+when it is SENDING, ends, for the collective hangs with it; the Resync that follows makes the publisher give that
+up. Who comes back within a round is told again what the link may have lost; later it is behind, as a joiner is.
+
 Blame: when a round fails, members that stayed silent are blamed; if none did and none died, those that
 reported the failure. Who has failed is served in a round apart from those who have not, until it succeeds.
 `MAX_FAILURES` in a row, and the generator is to be restarted.
@@ -41,10 +46,10 @@ refused it is blamed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from asyncrl.config import Config
-from asyncrl.messages import Applied, Go, Message, Offer, Prepare, Resync, Sent, TransferFailed
+from asyncrl.leases import AWAY_S
+from asyncrl.messages import Applied, Go, Offer, Prepare, Resync, Sent, TransferFailed
+from asyncrl.rounds import Effect, Member, Note, Published, Restart, Round, Send, Skipped, Unusable
 
 PUBLISHER = "publisher"
 """Name under which the learner's weight sender says Hello."""
@@ -52,103 +57,13 @@ MAX_FAILURES = 3
 """Failed rounds in a row after which a generator is restarted."""
 READY_S = 10.0
 """Longest wait for a member's Ready (less if `weights.timeout_s` is less)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Effect: send `message` to the peer called `to`."""
-
-    to: str
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Effect: write an event."""
-
-    what: str
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """Effect: `version` is in use by a live generator and its round is over. Once per version, growing.
-
-    `seconds` and `nbytes` are the publisher's; both 0 when no transfer was needed or its report was lost.
-    """
-
-    version: int
-    seconds: float
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """Effect: the generator cannot be brought up to date; it takes part again once it has joined anew."""
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """Effect: nobody can use `version`, so these generators may do its work with the weights that they have.
-
-    Otherwise a synchronous run would wait for ever: the next version needs the work that needs this one.
-    """
-
-    version: int
-    generators: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Unusable:
-    """Effect: one version after the other is refused by every generator; the run must be stopped."""
-
-    reason: str
-
-
-Effect = Send | Note | Published | Skipped | Restart | Unusable
+LOOK_S = 1.0
+"""Interval at which a round looks for members that are away."""
 
 
 def transfer_limit_s(timeout_s: float, buckets: int) -> float:
     """Longest that an honest transfer can last: build, each broadcast (and the trailer), apply."""
     return timeout_s * (buckets + 3)
-
-
-@dataclass(slots=True)
-class _Generator:
-    incarnation: str
-    version: int
-    failures: int = 0
-    given_up: bool = False
-    refused: int = -1
-    """The last version that it refused."""
-    skipped: int = -1
-    """The last version that it was said to do without."""
-
-
-@dataclass(slots=True)
-class _Round:
-    epoch: int
-    offer: Offer
-    members: tuple[str, ...]
-    deadline: float
-    waiting: set[str]
-    """Members that the round waits for: for their Ready, later for their Applied."""
-    sending: bool = False
-    applied: set[str] = field(default_factory=set)
-    failed: dict[str, str] = field(default_factory=dict)
-    """Reasons, by member."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """Reasons of those to whom the version itself is at fault."""
-    died: list[str] = field(default_factory=list)
-    sent: Sent | None = None
-    publisher_failed: str | None = None
-
-    @property
-    def publisher_done(self) -> bool:
-        return self.sent is not None or self.publisher_failed is not None
 
 
 class Roster:
@@ -157,13 +72,14 @@ class Roster:
     def __init__(self, config: Config, published: int) -> None:
         self._timeout_s = config.weights.timeout_s
         self._ready_s = min(READY_S, self._timeout_s)
+        self._away_s = max(AWAY_S, 3 * config.hub.heartbeat_s)
         self._backend = config.weights_backend
         self._published = published
-        self._generators: dict[str, _Generator] = {}
+        self._generators: dict[str, Member] = {}
         self._publisher: str | None = None
         self._latest: Offer | None = None
         self._unanswered: Offer | None = None
-        self._round: _Round | None = None
+        self._round: Round | None = None
         self._resync_deadline: float | None = None
         self._epoch = 0
         self._group: tuple[object, ...] | None = None
@@ -183,8 +99,9 @@ class Roster:
 
     def next_deadline(self) -> float | None:
         """When `expire` must be called at the latest; None: nothing is waited for."""
-        deadlines = [self._resync_deadline, self._round.deadline if self._round else None]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        deadlines = [] if self._resync_deadline is None else [self._resync_deadline]
+        deadlines += [self._round.deadline, self._round.look] if self._round else []
+        return min(deadlines, default=None)
 
     def version_of(self, name: str) -> int | None:
         """Version that a live generator has in use; None if it is not live."""
@@ -197,13 +114,23 @@ class Roster:
         """A generator said Hello: it started, or only reconnected (same incarnation)."""
         known = self._generators.get(name)
         if known is not None and known.incarnation == incarnation:
-            known.version = max(known.version, version)
+            known.version, known.heard = max(known.version, version), now
             known.failures, known.given_up = 0, False
+            self._say_again(name, known)
         else:
             if known is not None:
                 self._remove(name, now)
-            self._generators[name] = _Generator(incarnation, version)
+            self._generators[name] = Member(incarnation, version, now)
         self._settle(now)
+
+    def heard(self, name: str, now: float) -> None:
+        """A generator's heartbeat; after a silence it takes part again."""
+        generator = self._generators.get(name)
+        if generator is not None:
+            was_away = self._is_away(generator, now)
+            generator.heard = now
+            if was_away:
+                self._settle(now)
 
     def generator_left(self, name: str, now: float) -> None:
         """A generator died."""
@@ -219,9 +146,8 @@ class Roster:
             self.publisher_left(now)
         self._publisher = incarnation
         for generator in self._generators.values():
-            generator.refused = (
-                generator.skipped
-            ) = -1  # It may bring a version that was refused once more, and sound.
+            # It may bring a version that was refused once more, and sound.
+            generator.refused = generator.skipped = -1
 
     def publisher_left(self, now: float) -> None:
         """The publisher died: its round is cancelled, its offer void."""
@@ -258,7 +184,7 @@ class Roster:
         generator = self._generators.get(name)
         if generator is None:
             return
-        generator.version = max(generator.version, applied.version)
+        generator.version, generator.heard = max(generator.version, applied.version), now
         generator.failures = 0
         running = self._round
         current = running is not None and running.sending and running.epoch == applied.epoch
@@ -318,6 +244,16 @@ class Roster:
                     self._blame(name, f"was not ready for version {running.offer.version} in time")
                 self._prepare_without(silent, now)
                 return
+        elif running is not None and now >= running.look:
+            running.look = now + LOOK_S
+            away = {name for name in running.waiting if self._is_away(self._generators[name], now)}
+            if away and not running.sending:
+                self._prepare_without(away, now)
+                return
+            if away:
+                running.waiting -= away
+                running.gone |= dict.fromkeys(sorted(away), "away")
+                self._end()
         self._settle(now)
 
     # ---- moving on ---------------------------------------------------------------------------------
@@ -337,10 +273,10 @@ class Roster:
             return
         offer, self._unanswered = self._unanswered, None
         if offer is not None:
-            self._prepare(offer, self._next_members(offer), now)
+            self._prepare(offer, self._next_members(offer, now), now)
         if self._round is not None or self._latest is None:
             return
-        version, behind = self._latest.version, self._behind(self._latest)
+        version, behind = self._latest.version, self._behind(self._latest, now)
         if any(generator.version >= version for generator in self._generators.values()):
             self._publish(version)
         elif not behind:
@@ -370,19 +306,24 @@ class Roster:
                 text = f"{MAX_FAILURES} versions of the weights in a row were refused by every generator"
                 self._effects.append(Unusable(f"{text}; the last is version {version}"))
 
-    def _behind(self, offer: Offer) -> tuple[str, ...]:
+    def _behind(self, offer: Offer, now: float) -> tuple[str, ...]:
+        """Who is to get the offer: not who is away."""
         return tuple(
             name
             for name, generator in sorted(self._generators.items())
-            if generator.version < offer.version and generator.refused != offer.version and not generator.given_up
+            if generator.version < offer.version and generator.refused != offer.version
+            if not generator.given_up and not self._is_away(generator, now)
         )
 
-    def _next_members(self, offer: Offer) -> tuple[str, ...]:
+    def _is_away(self, generator: Member, now: float) -> bool:
+        return now - generator.heard >= self._away_s
+
+    def _next_members(self, offer: Offer, now: float) -> tuple[str, ...]:
         """Who takes part in the next round: of those behind, the ones that failed least often.
 
         So nobody who is well ever waits in one round with somebody who has just failed.
         """
-        behind = {name: self._generators[name].failures for name in self._behind(offer)}
+        behind = {name: self._generators[name].failures for name in self._behind(offer, now)}
         return tuple(name for name, failures in behind.items() if failures == min(behind.values()))
 
     def _prepare(self, offer: Offer, members: tuple[str, ...], now: float) -> None:
@@ -394,20 +335,39 @@ class Roster:
         if key != self._group:
             self._epoch = self._epoch + 1 if self._epoch else int(now * 1000)
         self._group = key
-        self._round = _Round(self._epoch, offer, members, now + self._ready_s, set(members))
-        for rank, name in enumerate(members, start=1):
-            prepare = Prepare(
-                epoch=self._epoch,
-                version=offer.version,
-                store_host=offer.store_host,
-                store_port=offer.store_port,
-                rank=rank,
-                world_size=len(members) + 1,
-                backend=self._backend,
-                buckets=offer.buckets,
-                addresses=offer.addresses,
-            )
-            self._effects.append(Send(name, prepare))
+        self._round = Round(self._epoch, offer, members, now + self._ready_s, set(members), now + LOOK_S)
+        for name in members:
+            self._say(self._round, name)
+
+    def _say(self, running: Round, name: str) -> None:
+        """Tells a member, or the publisher, what the round is at: Prepare, or Go."""
+        offer = running.offer
+        if running.sending:
+            self._effects.append(Send(name, Go(running.epoch, offer.version, list(running.members))))
+            return
+        prepare = Prepare(
+            epoch=running.epoch,
+            version=offer.version,
+            store_host=offer.store_host,
+            store_port=offer.store_port,
+            rank=running.members.index(name) + 1,
+            world_size=len(running.members) + 1,
+            backend=self._backend,
+            buckets=offer.buckets,
+            addresses=offer.addresses,
+        )
+        self._effects.append(Send(name, prepare))
+
+    def _say_again(self, name: str, generator: Member) -> None:
+        """A member has a new connection: what was said on the one before, by it or to it, may be lost."""
+        running = self._round
+        if running is None or name not in running.waiting:
+            return
+        if generator.version < running.offer.version:
+            self._say(running, name)
+        elif running.sending:
+            running.waiting.discard(name)
+            running.applied.add(name)
 
     def _prepare_without(self, names: set[str], now: float) -> None:
         """PREPARE failed for some members, or was refused: again for the others, as a new group."""
@@ -418,15 +378,15 @@ class Roster:
         self._prepare(running.offer, tuple(name for name in running.members if name not in names), now)
         self._settle(now)
 
-    def _go(self, running: _Round, now: float) -> None:
+    def _go(self, running: Round, now: float) -> None:
         running.sending = True
         running.waiting = set(running.members)
         running.deadline = now + transfer_limit_s(self._timeout_s, len(running.offer.buckets))
-        go = Go(running.epoch, running.offer.version, list(running.members))
-        self._effects += [Send(name, go) for name in (PUBLISHER, *running.members)]
+        for name in (PUBLISHER, *running.members):
+            self._say(running, name)
 
     def _end(self) -> None:
-        """Ends SENDING, at its deadline or before, and blames for what failed."""
+        """Ends SENDING, at its deadline or before, and blames for what failed, but nobody if a member is away."""
         running, self._round = self._round, None
         assert running is not None
         self._note_refusals(running)
@@ -434,19 +394,19 @@ class Roster:
             return
         self._group = None
         told = [f"{name} (silent)" for name in sorted(running.waiting)]
-        told += [f"{name} (died)" for name in running.died]
+        told += [f"{name} ({how})" for name, how in running.gone.items()]
         told += [f"{name} ({reason})" for name, reason in running.failed.items()]
         if running.sent is None:
             told.append(f"{PUBLISHER} ({running.publisher_failed or 'silent'})")
         detail = f"version {running.offer.version}, epoch {running.epoch}: {'; '.join(told)}"
         self._effects.append(Note("transfer_failed", detail))
-        guilty = sorted(running.waiting)
-        if not guilty and not running.died and running.publisher_done:
+        guilty = [] if "away" in running.gone.values() else sorted(running.waiting)
+        if not guilty and not running.gone and running.publisher_done:
             guilty = list(running.failed)
         for name in guilty:
             self._blame(name, running.failed.get(name, "was silent during the transfer"))
 
-    def _note_refusals(self, running: _Round) -> None:
+    def _note_refusals(self, running: Round) -> None:
         """What a version's refusal means for those who refused it."""
         if not running.refused:
             return
@@ -478,7 +438,7 @@ class Roster:
             self._prepare_without({name}, now)
         elif name in running.waiting:
             running.waiting.discard(name)
-            running.died.append(name)
+            running.gone[name] = "died"
 
     def _blame(self, name: str, reason: str) -> None:
         generator = self._generators.get(name)

@@ -53,7 +53,7 @@ class Scheduler:
         self.rules = rules
         self.keep_group = keep_group
         self.records: list[Record] = []
-        self.leases = Leases(rules.lease_s, self.records)
+        self.leases = Leases(rules.lease_s, rules.heartbeat_s, self.records)
         self.groups: dict[int, Group] = {}
         """Live groups (running or complete) by id, oldest admitted first."""
         self.episodes: dict[int, Episode] = {}
@@ -63,12 +63,14 @@ class Scheduler:
         self.totals: Counter[str] = Counter()
         """Final states over the whole run, as `counts` names them."""
         self.traffic: Counter[str] = Counter()
-        """Chunks and ends by verdict since this process started."""
+        """Chunks, turns and ends by verdict since the hub's last report, which clears it."""
         self.next_task_index = 0
         self.next_draw = 0
         """Index in the training split of the first task that was not drawn yet."""
         self.next_episode_id = 0
         self.filtered_groups = 0
+        self.cut_short = 0
+        """Groups that the end of the run closed with uses left; if it gets more steps, others replace them."""
         self.version = 0
         """Last published version."""
         self.sealed_step = 0
@@ -87,8 +89,8 @@ class Scheduler:
 
     @property
     def _kept(self) -> int:
-        """Groups admitted so far that were not filtered: accepted + running."""
-        return self.next_task_index - self.filtered_groups
+        """Groups admitted so far that were neither filtered nor cut short: accepted + running."""
+        return self.next_task_index - self.filtered_groups - self.cut_short
 
     def _needed(self) -> bool:
         """Whether the live groups cannot fill the batches of all remaining steps.
@@ -97,6 +99,8 @@ class Scheduler:
         uses that are left may lie in too few groups, because a batch takes no group twice.
         """
         rules, left = self.rules, self.rules.steps - self.sealed_step
+        if left <= 0:
+            return False  # A run that only has its export left to do: what was cut short needs no replacement.
         if self._kept * rules.reuse < rules.steps * rules.groups_per_step:
             return True
         supply = sum(min(rules.reuse - group.uses, left) for group in self.groups.values())
@@ -363,6 +367,7 @@ class Scheduler:
         closed = self.leases.close()
         for group in list(self.groups.values()):
             if group.trained:
+                self.cut_short += 1
                 self._close(group, "trained")
             else:
                 self._close(group, "filtered", reason)
@@ -378,7 +383,7 @@ class Scheduler:
         return taken
 
     def counts(self) -> dict[str, int]:
-        """Gauges (episodes and groups by state) and totals (final states by reason, leases, verdicts)."""
+        """Gauges (episodes and groups by state), totals (final states by reason, leases) and `traffic`."""
         states = Counter(episode.state for episode in self.episodes.values())
         groups = Counter(group.state for group in self.groups.values())
         return {

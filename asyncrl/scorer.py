@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from itertools import islice
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import zmq
 
+from asyncrl import keys
 from asyncrl.config import Reward
 from asyncrl.envs.rewards import Rewards
 from asyncrl.envs.threads import in_thread
@@ -30,10 +32,13 @@ from asyncrl.process import EXIT_USAGE
 from asyncrl.scorer_client import ScorerClient
 from asyncrl.scorer_model import RewardModel
 from asyncrl.settings import UsageError
-from asyncrl.transport import AsyncSocket, free_port_pair
+from asyncrl.transport import MAX_CONTROL_BYTES, AsyncSocket, free_port_pair
+from asyncrl.watchdog import watchdog
 
 Sender = tuple[bytes, int]
 """A peer and its number of a request."""
+MOST_WAITING = 8192
+"""Requests of one peer that may wait; one beyond that is dropped, and its sender asks again."""
 
 
 class Scorer:
@@ -47,6 +52,7 @@ class Scorer:
 
     Raises:
         zmq.ZMQError: the address is taken, or none of this machine's.
+        UsageError: it is not on loopback, and this process has no key.
     """
 
     def __init__(self, model: RewardModel, endpoint: str, batch: int, timeout_s: float) -> None:
@@ -55,10 +61,15 @@ class Scorer:
         self._timeout_s = timeout_s
         self._waiting: dict[Sender, tuple[float, Score]] = {}
         """Each with the time of its arrival, until it is answered: so a resend is not computed again."""
+        self._held: Counter[bytes] = Counter()
+        """How many of each peer."""
         self._arrived = asyncio.Event()
         self._room = asyncio.Semaphore(1)
         self._loop = asyncio.get_running_loop()
-        self._socket = AsyncSocket(zmq.ROUTER, self._on_message)
+        held = keys.for_endpoint(endpoint)
+        self._socket = AsyncSocket(
+            zmq.ROUTER, self._on_message, keys=held, max_bytes=MAX_CONTROL_BYTES, takes=Score
+        )
         self._socket.bind(endpoint)
 
     async def run(self) -> None:
@@ -81,7 +92,7 @@ class Scorer:
             if error is not None:
                 raise error
             for sender, answer in zip(batch, answers, strict=True):
-                del self._waiting[sender]
+                self._over(sender)
                 self._socket.send(answer, to=sender[0])
 
     def close(self) -> None:
@@ -94,20 +105,28 @@ class Scorer:
         return self._socket.malformed
 
     def _on_message(self, peer: bytes, message: Message, _frames: list[memoryview]) -> None:
-        if not isinstance(message, Score):
+        if not isinstance(message, Score) or self._held[peer] >= MOST_WAITING:
             self._socket.malformed += 1
-            return
-        self._waiting.setdefault((peer, message.request), (self._loop.time(), message))
-        self._arrived.set()
+        elif (peer, message.request) not in self._waiting:
+            self._waiting[peer, message.request] = (self._loop.time(), message)
+            self._held[peer] += 1
+            self._arrived.set()
 
     def _drop_lapsed(self) -> None:
         """Nobody waits for them any more, and computing them would make later ones late too."""
         since = self._loop.time() - self._timeout_s
         for sender in [sender for sender, (arrived, _) in self._waiting.items() if arrived < since]:
-            del self._waiting[sender]
+            self._over(sender)
+
+    def _over(self, sender: Sender) -> None:
+        """Nothing is owed to the sender of a request any more."""
+        del self._waiting[sender]
+        self._held[sender[0]] -= 1
+        if not self._held[sender[0]]:
+            del self._held[sender[0]]
 
 
-async def serve(path: str, endpoint: str, device: str, batch: int, timeout_s: float) -> int:
+async def serve(path: str, endpoint: str, device: str, batch: int, timeout_s: float, hang_s: float) -> int:
     """Serves a reward model until the process is ended; returns the exit status."""
     try:
         model = await asyncio.to_thread(RewardModel, path, device)
@@ -117,7 +136,8 @@ async def serve(path: str, endpoint: str, device: str, batch: int, timeout_s: fl
         return 1 if _passes(error) else EXIT_USAGE
     print(f"scorer: {path} on {device} at {endpoint}", flush=True)
     try:
-        await scorer.run()
+        with watchdog.serving(hang_s, loop=asyncio.get_running_loop()):
+            await scorer.run()
     except TimeoutError:
         print(f"scorer: {_too_slow(batch, timeout_s)}", flush=True)
     return 1

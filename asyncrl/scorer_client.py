@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from asyncrl import keys
 from asyncrl.envs.reward_signatures import EpisodeView
 from asyncrl.messages import Message, Score, Scored
 from asyncrl.transport import AsyncSocket
@@ -30,14 +31,19 @@ class NotScored(Exception):
 
 
 class ScorerClient:
-    """A connection to the scorer at `tcp://host:port`, on the running event loop."""
+    """A connection to the scorer at `tcp://host:port`, on the running event loop.
+
+    Raises:
+        UsageError: the address is not on loopback, and this process has no key.
+    """
 
     def __init__(self, endpoint: str, resend_after_s: float = RESEND_AFTER_S) -> None:
         self._resend_after_s = resend_after_s
         self._numbers = count()
         self._pending: dict[int, asyncio.Future[Scored]] = {}
         # A name of its own lets the answer find this client after its connection was replaced.
-        self._socket = AsyncSocket(zmq.DEALER, self._on_message, f"scores-{secrets.token_hex(8)}")
+        identity = f"scores-{secrets.token_hex(8)}"
+        self._socket = AsyncSocket(zmq.DEALER, self._on_message, identity, keys=keys.for_endpoint(endpoint))
         self._socket.connect(endpoint, queue=False)
 
     async def ready(self) -> None:

@@ -30,6 +30,8 @@ SUGAR = {
     "--name": "--run.name",
 }
 """Short spellings of the flags that are typed most."""
+SWITCHES = {"--deterministic": "--run.deterministic"}
+"""Flags without a value, which set theirs to true."""
 
 
 class UsageError(Exception):
@@ -46,11 +48,17 @@ def leaves() -> Iterator[tuple[str, FieldInfo]]:
             yield f"{section}.{name}", field
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds `@file.toml` and one flag per setting to a command's parser."""
+def add_files(parser: argparse.ArgumentParser) -> None:
+    """Adds `@file.toml` to a command's parser."""
     parser.add_argument("files", nargs="*", metavar="@FILE.toml", help="settings files, left to right")
+
+
+def add_flags(parser: argparse.ArgumentParser, only: tuple[str, ...] = ("",)) -> None:
+    """Adds one flag per setting to a command's parser; `only` those whose keys begin so."""
     groups: dict[str, Any] = {}
     for key, field in leaves():
+        if not key.startswith(only):
+            continue
         section = key.split(".")[0]
         if section not in groups:
             model = Config.model_fields[section].annotation
@@ -59,6 +67,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default = json.dumps(field.default) if field.default is not None else "none"
         text = f"{field.description or ''} [{default}]".replace("%", "%%")
         groups[section].add_argument(*shorts, f"--{key}", dest=key, metavar=_metavar(field), help=text)
+        for switch in [switch for switch, long in SWITCHES.items() if long == f"--{key}"]:
+            help_ = f"the same as --{key} true"
+            groups[section].add_argument(switch, dest=key, action="store_const", const="true", help=help_)
 
 
 def _metavar(field: FieldInfo) -> str:
@@ -106,18 +117,21 @@ def split_entries(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return rest, entries
 
 
-def read(files: Sequence[str], flags: dict[str, str | None]) -> Config:
+def read(
+    files: Sequence[str], flags: dict[str, str | None], base: dict[str, dict[str, Any]] | None = None
+) -> Config:
     """Merges files and flags over the defaults and validates the result.
 
     Args:
         files: paths of TOML files, each with or without a leading `@`.
         flags: dotted key to the text that was typed, or None where it was not. A key of an entry of a table
             (`algo.loss_args.clip_high`) changes this entry only; the table's own flag comes before it.
+        base: what takes the defaults' place: section to values by name. It is changed.
 
     Raises:
         UsageError: a file cannot be read, a key is unknown or a value is not allowed.
     """
-    merged: dict[str, dict[str, Any]] = {}
+    merged: dict[str, dict[str, Any]] = base or {}
     origin: dict[str, str] = {}
     for file in files:
         for section, values in _read_toml(file.removeprefix("@")).items():

@@ -16,6 +16,10 @@ from asyncrl.groups import Episode, EpisodeState
 from asyncrl.journal import Journal
 from asyncrl.messages import Task
 from asyncrl.recovery import pass_rates
+from asyncrl.watchdog import watchdog
+
+TASK_S = 600.0
+"""Longest time that an environment may take for one training task; the hub does nothing else meanwhile."""
 
 
 class Tasks:
@@ -37,7 +41,9 @@ class Tasks:
             Exception: whatever else the environment raises, or `plain`.
         """
         while True:
-            task = plain(self._environment.task("train", index))
+            what = f"training task {index} of the environment"
+            with watchdog.waiting(what, TASK_S, "tasks.TASK_S", blocks_loop=True):
+                task = plain(self._environment.task("train", index))
             if self._curriculum is None or self._curriculum.wants(task.id, index):
                 return index, task
             index += 1

@@ -12,7 +12,7 @@ environment sees in a generator: episodes may share what belongs to an event loo
 lock (a C extension) holds up everything.
 
 It keeps nothing on disk. An episode ends when its client closes it or was silent for `silence_s`, and with the
-worker. There is no authentication: listen on loopback or in a trusted network. Started as `asyncrl env-worker`.
+worker. Beyond loopback it has CURVE keys (`asyncrl.keys`): `--key FILE`. Started as `asyncrl env-worker`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ import asyncio
 import errno
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from itertools import count
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
+from asyncrl import keys
 from asyncrl.envs import registry, worker_messages
 from asyncrl.envs.base import (
     Demonstrates,
@@ -42,10 +45,12 @@ from asyncrl.envs.base import (
 from asyncrl.envs.worker_episode import Episode, Thread, checked, failed
 from asyncrl.envs.worker_messages import Alive, Answer, Call, Cancel, Demonstrate, Describe, Done, Draw, Heartbeat
 from asyncrl.process import EXIT_USAGE
-from asyncrl.transport import configure
+from asyncrl.transport import AT_ONCE, configure
 
 CLOSE_S = 5.0
 """Longest wait, at the end of the worker, for all episodes to close, and again for what they left running."""
+MOST_RUNNING = 8192
+"""Requests of one client that are worked on at a time; one beyond that is dropped: its client finds it lost."""
 OPTIONAL = (Snapshots, Replays, Interruptible, Truncates)
 
 Sender = tuple[bytes, int]
@@ -64,6 +69,7 @@ class Worker:
 
     Raises:
         zmq.ZMQError: the address is taken, or none of this machine's.
+        UsageError: it is not on loopback, and this process has no key.
     """
 
     def __init__(self, environment: Environment, name: str, endpoint: str, threads: int, silence_s: float) -> None:
@@ -73,12 +79,14 @@ class Worker:
         self._optional: list[str] = []
         self._episodes: dict[Sender, tuple[Episode, Thread]] = {}
         self._running: dict[Sender, Future[bytes]] = {}
+        self._asked: Counter[bytes] = Counter()
+        """How many of them each client has asked for."""
         self._seen: dict[bytes, float] = {}
         """When each client was last heard."""
         self._stopping = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        configure(self._socket)
+        configure(self._socket, keys=keys.for_endpoint(endpoint))
         # A client that reconnects takes the place of its lost connection.
         self._socket.set(zmq.ROUTER_HANDOVER, 1)
         self._socket.bind(endpoint)
@@ -126,7 +134,9 @@ class Worker:
     # ---- requests --------------------------------------------------------------------------------
 
     async def _receive(self) -> None:
-        while True:
+        for number in count(1):
+            if number % AT_ONCE == 0:
+                await asyncio.sleep(0)  # What is there is received without a pause; others have their turn here.
             peer, *frames = await self._socket.recv_multipart()
             request = worker_messages.request_of(frames[0]) if len(frames) == 1 else None
             if request is None:
@@ -207,10 +217,17 @@ class Worker:
         key = (peer, request)
         if key in self._running:
             return  # Sent again by a client that got impatient.
+        if self._asked[peer] >= MOST_RUNNING:
+            self.malformed += 1
+            return
+        self._asked[peer] += 1
         future = self._running[key] = begin()
 
         def finished() -> None:
             del self._running[key]
+            self._asked[peer] -= 1
+            if not self._asked[peer]:
+                del self._asked[peer]
             if not future.cancelled() and not self._socket.closed:
                 self._socket.send_multipart([peer, future.result()], zmq.NOBLOCK)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from asyncrl import keys
 from asyncrl.envs.arguments import check_seconds
 from asyncrl.envs.base import Env, Environment, Message, Split, Start, Step, ToolFault
 from asyncrl.envs.worker_episode import step_of, wire_of
@@ -171,10 +172,12 @@ def make(endpoint: str, timeout_s: float = 30.0) -> Environment:
     Raises:
         ValueError: an argument is out of its range.
         ConnectionError: no worker answered.
+        UsageError: it is not on loopback, and this process has no key.
     """
     if not isinstance(endpoint, str) or not re.fullmatch(r"tcp://[^/:\s]+:\d+", endpoint):
         raise ValueError(f"env.args.endpoint = {endpoint!r}: must be tcp://host:port, as of asyncrl env-worker")
     check_seconds("timeout_s", timeout_s)
+    keys.for_endpoint(endpoint)
     environment = WorkerEnvironment(endpoint, timeout_s)
     if "Demonstrates" in environment.served().optional:
         environment = _Demonstrating(endpoint, timeout_s)

@@ -20,6 +20,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from asyncrl import keys
 from asyncrl.envs import worker_messages
 from asyncrl.envs.base import ToolFault
 from asyncrl.envs.worker_messages import (
@@ -68,8 +69,7 @@ class Link:
         """Heartbeats since the last one that could be sent."""
         self._unheard = 0
         """Heartbeats since the last one that was answered."""
-        self._socket: zmq.asyncio.Socket = _dealer(zmq.asyncio.Context.instance())
-        self._socket.connect(endpoint)
+        self._socket: zmq.asyncio.Socket = _dealer(zmq.asyncio.Context.instance(), endpoint)
         self._work = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat())]
         self._work[0].add_done_callback(lambda _: self._socket.close())
 
@@ -175,8 +175,7 @@ class Blocking:
 
     def _asked(self, request: Request, number: int) -> Answer:
         if self._socket is None:
-            self._socket = _dealer(zmq.Context.instance())
-            self._socket.connect(self._endpoint)
+            self._socket = _dealer(zmq.Context.instance(), self._endpoint)
         until, resend = time.monotonic() + self._timeout_s, 0.0
         while (now := time.monotonic()) < until:
             if now >= resend and self._socket.poll(int(TRY_AGAIN_S * 1000), zmq.POLLOUT):
@@ -191,13 +190,15 @@ class Blocking:
         raise ConnectionError(
             f"no environment worker answered at {self._endpoint} within env.args.timeout_s = {self._timeout_s:g}. "
             f"Start one in the environment's own Python: asyncrl env-worker --env NAME --endpoint {self._endpoint}"
+            f"{keys.HINT}"
         )
 
 
-def _dealer(context: Any) -> Any:
+def _dealer(context: Any, endpoint: str) -> Any:
+    held = keys.for_endpoint(endpoint)
     sock = context.socket(zmq.DEALER)
-    configure(sock)
     # A name of its own lets an answer find this client after its connection was replaced.
-    sock.set(zmq.IDENTITY, f"env-{secrets.token_hex(8)}".encode())
+    configure(sock, f"env-{secrets.token_hex(8)}", held)
     sock.set(zmq.IMMEDIATE, 1)
+    sock.connect(endpoint)
     return sock

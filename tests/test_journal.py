@@ -10,8 +10,9 @@ import pytest
 
 from asyncrl import records
 from asyncrl.journal import Journal, JournalError
-from asyncrl.messages import Chunk, EpisodeMeta, Prefix, Span, Task, Turn
+from asyncrl.messages import Checkpointed, Chunk, EpisodeMeta, Prefix, Span, Task, Turn
 from asyncrl.records import Record
+from asyncrl.schema import SCHEMA_VERSION
 
 
 @pytest.fixture
@@ -113,7 +114,8 @@ def test_rows_of_one_table_keep_their_order(journal: Journal) -> None:
 
 
 def test_a_write_that_fails_leaves_nothing(journal: Journal) -> None:
-    bad = Record(chunk(1, 0, [1], 0).statement, (1, 1, None, 0, 1, 0, b"", b""))
+    good = chunk(1, 0, [1], 0)
+    bad = Record(good.statement, (1, 1, None, *good.values[3:]))
     with pytest.raises(JournalError, match="NOT NULL"):
         journal.write([records.run_key("status", "finished"), bad])
     assert journal.get("status") == "running"
@@ -161,12 +163,13 @@ def test_a_batch_lists_its_episodes_in_the_order_of_its_plan(journal: Journal) -
 
 def test_tasks_and_run_properties_survive_reopening(journal: Journal) -> None:
     task = Task("sum-1", [{"role": "user", "content": "1+1"}], answer={"value": 2}, metadata={"digits": 1})
-    journal.write([records.task(0, 0, task), records.checkpoint(1.0, 20, "checkpoints/20")])
+    journal.write([records.task(0, 0, task), *records.checkpoints(1.0, Checkpointed(20, "c/20", [10, 20]))])
     journal.close()
     again = Journal.open(journal.path)
     assert again.task(0) == task
     assert again.get("name") == "a-run"
-    assert json.loads(again.rows("SELECT detail FROM event")[0][0]) == {"step": 20, "path": "checkpoints/20"}
+    assert json.loads(again.rows("SELECT detail FROM event")[0][0]) == {"step": 20, "path": "c/20"}
+    assert json.loads(again.get("checkpoints")) == [10, 20]
     with pytest.raises(KeyError, match="no task 1"):
         again.task(1)
     with pytest.raises(KeyError, match="verdict"):
@@ -192,10 +195,28 @@ def test_a_reader_elsewhere_sees_a_commit_and_does_not_block_the_next(journal: J
     reader.close()
 
 
-def test_a_damaged_episode_is_named(journal: Journal) -> None:
+@pytest.mark.parametrize("column", ["tokens", "logprobs"])
+def test_a_flipped_bit_is_noticed_wherever_tokens_are_read(journal: Journal, column: str) -> None:
+    journal.write([chunk(6, seq, [1, 2, 3], 0) for seq in range(3)] + [chunk(7, 0, [4], 0)])
+    journal.close()
+    stored, damaged = {"tokens": ([1, 2, 3], [1, 2, 7]), "logprobs": ([-1 / 8, -2 / 8], [-1 / 8, -3 / 8])}[column]
+    kind = {"tokens": "<i4", "logprobs": "<f4"}[column]
+    before, after = (np.array(values, kind).tobytes() for values in (stored, damaged))
+    content = journal.path.read_bytes()
+    second = content.index(before, content.index(before) + 1)
+    journal.path.write_bytes(content[:second] + after + content[second + len(after) :])
+    again = Journal.open(journal.path)
+    assert again.rows("PRAGMA integrity_check") == [("ok",)]  # SQLite itself does not notice.
+    assert again.episode_tokens([7])[7].tokens.tolist() == [4]
+    for read in (lambda: again.episode_tokens([6]), lambda: again.prefix(6)):
+        with pytest.raises(JournalError, match=r"chunk 1 of episode 6 does not fit its checksum; `asyncrl doc"):
+            read()
+
+
+def test_a_chunk_whose_length_is_wrong_is_noticed(journal: Journal) -> None:
     journal.write([chunk(6, 0, [1, 2], 0)])
-    journal._db.execute("UPDATE chunk SET tokens = x'01000000'")
-    with pytest.raises(JournalError, match="episode 6 should have 2 tokens but holds 4 bytes"):
+    journal._db.execute("UPDATE chunk SET n = 3")
+    with pytest.raises(JournalError, match="episode 6 should have 3 tokens but holds 8 bytes"):
         journal.episode_tokens([6])
 
 
@@ -214,13 +235,11 @@ def test_opening_what_is_no_journal_says_what_to_do(tmp_path: Path) -> None:
         Journal.open(path)
 
 
-@pytest.mark.parametrize("schema", [2, 999])
+@pytest.mark.parametrize("schema", [3, 999])
 def test_an_older_or_newer_schema_version_is_refused(journal: Journal, schema: int) -> None:
     journal.write([records.run_key("schema", str(schema))])
     journal.close()
-    text = (
-        f"has journal schema {schema}, this version of asyncrl reads schema 3; continue the run with the version"
-    )
+    text = f"has journal schema {schema}, this version of asyncrl reads schema {SCHEMA_VERSION}; continue the run"
     with pytest.raises(JournalError, match=text):
         Journal.open(journal.path)
 

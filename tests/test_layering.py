@@ -20,21 +20,26 @@ LAYERS = [
         "messages",
         "config",
         "contradictions",
+        "deterministic",
         "schema",
         "packing",
         "process",
+        "watchdog",
         "triton_kernels",
         "settings",
         "groups",
         "records",
         "env_template",
     },
-    {"journal", "scheduler", "leases", "transport", "roster", "recovery", "commit", "batches", "datasets"}
-    | {"harvest", "curriculum", "chat", "chat_template", "chat_probe", "chat_renderers", "tool_calls", "neutral"},
+    {"journal", "scheduler", "leases", "transport", "roster", "rounds", "recovery", "commit", "batches"}
+    | {"harvest", "curriculum", "chat", "chat_template", "chat_probe", "chat_renderers", "tool_calls", "neutral"}
+    | {"keys", "peers", "reclaim", "datasets"},
     {"trainers", "envs"},
-    {"hub", "generator", "learner", "weights", "evaluate", "toy", "metrics", "doctor"}
-    | {"scorer", "scorer_client", "scorer_model", "algos", "envs_command", "tasks", "intake"},
-    {"supervisor", "launch", "algo_launch", "scorer_launch"},
+    {"hub", "generator", "learner", "weights", "evaluate", "toy", "metrics"}
+    | {"scorer", "scorer_client", "scorer_model", "algos", "envs_command", "tasks", "intake", "overdue"}
+    | {"doctor", "doctor_run", "doctor_journal"},
+    {"supervisor", "lifesigns", "launch", "algo_launch", "scorer_launch", "resume"}
+    | {"replay", "replay_report", "diff"},
     {"train", "cli", "commands", "__main__"},
 ]
 

@@ -2,7 +2,8 @@
 
 A hypothesis state machine plays hub, generators and learner over a real journal. Every event may or may not
 be committed before the next; what the world is told (leases, acks, batches) it is told after the commit. A
-crash throws away the scheduler and whatever was not committed.
+crash throws away the scheduler and whatever was not committed. Between commits, tokens that no kept checkpoint
+needs are removed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,10 +24,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl import records
+from asyncrl import reclaim, records
 from asyncrl.groups import Rules
-from asyncrl.journal import Journal
-from asyncrl.messages import Chunk, EpisodeEnd, Task, Turn
+from asyncrl.journal import Journal, JournalError
+from asyncrl.messages import Checkpointed, Chunk, EpisodeEnd, Task, Turn
+from asyncrl.reclaim import Reclaimer
 from asyncrl.records import Record
 from asyncrl.recovery import restore
 from asyncrl.scheduler import Scheduler, Verdict
@@ -32,7 +36,7 @@ from asyncrl.scheduler import Scheduler, Verdict
 LEASE_S = 10.0
 RULES = Rules(
     groups_per_step=2, group_size=2, max_lag=1, over_age="train", reuse=1, order="fifo", steps=4,
-    lease_s=LEASE_S, seed=3, ranks=2, token_budget=10_000, minibatches=1, greedy=False,
+    lease_s=LEASE_S, heartbeat_s=1.0, seed=3, ranks=2, token_budget=10_000, minibatches=1, greedy=False,
 )  # fmt: skip
 NAMES = ("g0", "g1", "g2")
 
@@ -82,6 +86,7 @@ class Generator:
     capacity: int = 5
     leases: dict[int, Held] = field(default_factory=dict)
     unacked: list[tuple[Chunk, int] | EpisodeEnd] = field(default_factory=list)  # (chunk, position)
+    sent: list[tuple[Chunk, int] | EpisodeEnd] = field(default_factory=list)
 
 
 class World(RuleBasedStateMachine):
@@ -108,6 +113,9 @@ class World(RuleBasedStateMachine):
         self.learner_batch = 0  # step of the batch that the learner holds
         self.learner_step = 0
         self.crashes = 0
+        self.durable: dict[int, int] = {}  # live episode -> its length at the last commit
+        self.kept: list[int] = []  # checkpoints in the learner's folder
+        self.reclaimer = Reclaimer(self.journal, 1e-6)
         self.scheduler = restore(self.rules, differ, self.journal, self.now)
         self.join("g0", 0)
 
@@ -125,6 +133,9 @@ class World(RuleBasedStateMachine):
         effects, self.effects = self.effects, []
         for effect in effects:
             effect()
+        lengths = {episode_id: episode.length for episode_id, episode in self.scheduler.episodes.items()}
+        assert all(length >= self.durable.get(episode_id, 0) for episode_id, length in lengths.items())
+        self.durable = lengths
 
     @rule()
     def committed(self) -> None:
@@ -140,6 +151,7 @@ class World(RuleBasedStateMachine):
         self.crashes += 1
         self.journal.close()
         self.journal = Journal.open(self.journal.path)
+        self.reclaimer = Reclaimer(self.journal, 1e-6)
         self.scheduler = restore(self.rules, differ, self.journal, self.now)
         self.scheduler.check()
         for name, generator in self.generators.items():
@@ -233,6 +245,7 @@ class World(RuleBasedStateMachine):
             version = generator.version if sampled else -1
             chunk = Chunk(lease_id, held.episode_id, held.seq, n, version, sampled)
             generator.unacked.append((chunk, held.position))
+            generator.sent.append((chunk, held.position))
             held.seq, held.position = held.seq + 1, held.position + n
             self.deliver(generator)
 
@@ -250,19 +263,61 @@ class World(RuleBasedStateMachine):
             rewards = {} if reward is None else {"right": reward, "polite": 0.0}
             over = EpisodeEnd(lease_id, held.episode_id, held.seq, status, reward, 1, "", rewards)
             generator.unacked.append(over)
+            generator.sent.append(over)
             self.deliver(generator)
 
-    def deliver(self, generator: Generator) -> None:
+    @rule(name=st.sampled_from(NAMES), order=st.randoms(use_true_random=False), copies=st.integers(1, 2))
+    def a_reconnect(self, name: str, order: Random, copies: int) -> None:
+        """What was on its way arrives in any order, some of it twice, and then all of it again, in order."""
+        generator = self.generators.get(name)
+        if generator is not None:
+            shuffled = generator.unacked * copies
+            order.shuffle(shuffled)
+            self.deliver(generator, shuffled)
+            self.deliver(generator)
+
+    @rule(name=st.sampled_from(NAMES), pick=st.integers(0, 99))
+    def an_old_copy_arrives(self, name: str, pick: int) -> None:
+        """Of something that was acknowledged long ago, or whose lease is gone: nothing changes."""
+        generator = self.generators.get(name)
+        if generator is not None and generator.sent:
+            message = generator.sent[pick % len(generator.sent)]
+            if message not in generator.unacked:
+                assert self.receive(message) in (Verdict.DUPLICATE, Verdict.REFUSED)
+
+    @rule(name=st.sampled_from(NAMES), named=st.lists(st.integers(0, 60), max_size=4), hello=st.booleans())
+    def leases_are_named_that_are_not_held(self, name: str, named: list[int], hello: bool) -> None:
+        """They are revoked, and whose they are keeps them, with the deadline that they had."""
+        self.commit()
+        generator, leases = self.generators.get(name), self.scheduler.leases
+        if generator is None:
+            return
+        foreign = [lease_id for lease_id in named if lease_id not in generator.leases]
+        others = {i: leases.deadlines[i] for i, grant in leases.active.items() if grant.generator != name}
+        told = [*generator.leases, *foreign]
+        if hello:
+            stray = self.scheduler.generator_joined(
+                name, generator.incarnation, generator.capacity, generator.version, told, self.now
+            )
+        else:
+            stray = self.scheduler.heartbeat(name, told, self.now)
+        assert set(foreign) <= set(stray)
+        assert others == {i: leases.deadlines[i] for i, grant in leases.active.items() if grant.generator != name}
+        self.effects.append(lambda: self.revoke(generator, stray))
+
+    def receive(self, message: tuple[Chunk, int] | EpisodeEnd) -> Verdict:
+        if isinstance(message, EpisodeEnd):
+            return self.scheduler.end(message, self.now)
+        return self.scheduler.chunk(message[0])
+
+    def deliver(self, generator: Generator, messages: list[tuple[Chunk, int] | EpisodeEnd] | None = None) -> None:
         """Sends everything that is not acked, the way an outbox does; the rest must be duplicates."""
-        for message in list(generator.unacked):
-            if isinstance(message, EpisodeEnd):
-                verdict = self.scheduler.end(message, self.now)
-            else:
-                chunk, position = message
-                verdict = self.scheduler.chunk(chunk)
-                if verdict is Verdict.ACCEPTED:
-                    self.rows.append(_chunk_row(chunk, position))
-            self.effects.append(lambda message=message, verdict=verdict: self.ack(generator, message, verdict))
+        for message in list(generator.unacked) if messages is None else messages:
+            verdict = self.receive(message)
+            if verdict is Verdict.ACCEPTED and not isinstance(message, EpisodeEnd):
+                self.rows.append(_chunk_row(*message))
+            if verdict is not Verdict.EARLY:  # What comes too early is not acknowledged, and comes again.
+                self.effects.append(lambda message=message, verdict=verdict: self.ack(generator, message, verdict))
 
     def ack(self, generator: Generator, message: tuple[Chunk, int] | EpisodeEnd, verdict: Verdict) -> None:
         if message in generator.unacked:
@@ -306,9 +361,45 @@ class World(RuleBasedStateMachine):
             self.learner_step += 1
             self.step_is_done(self.learner_step)
 
-    @rule(back=st.integers(1, 3))
-    def learner_resumes_from_a_checkpoint(self, back: int) -> None:
-        self.learner_step = self.learner_batch = max(0, self.learner_step - back)
+    @rule(keep=st.integers(1, 2))
+    def checkpoint(self, keep: int) -> None:
+        if self.learner_step:
+            self.kept = sorted({*self.kept, self.learner_step})[-keep:]
+            self.rows += records.checkpoints(self.now, Checkpointed(self.learner_step, "", self.kept))
+
+    @rule(newest=st.booleans())
+    def learner_resumes_from_a_checkpoint(self, newest: bool) -> None:
+        """From one that is not beyond the journal, or else from the initial model."""
+        self.commit()
+        usable = [step for step in self.kept if step <= self.scheduler.step] or [0]
+        self.learner_step = self.learner_batch = usable[-1 if newest else 0]
+
+    @rule(pieces=st.integers(1, 6), rows=st.integers(1, 20))
+    def tokens_are_reclaimed(self, pieces: int, rows: int) -> None:
+        self.commit()
+        account = self.account()
+        with patch.object(reclaim, "LEAST_ROWS", rows):
+            for _ in range(pieces):
+                self.reclaimer.piece(0)
+        assert self.account() == account
+        self.what_is_needed_is_there()
+
+    def account(self) -> list[list[tuple[Any, ...]]]:
+        tables = ("grp", "episode", "batch", "step", "lease", "version", "task")
+        return [self.journal.rows(f"SELECT * FROM {table}") for table in tables]
+
+    def what_is_needed_is_there(self) -> None:
+        """The batches after the oldest usable checkpoint, and every live episode."""
+        oldest = min((step for step in self.kept if step <= self.scheduler.step), default=0)
+        needed = self.journal.rows(
+            "SELECT value, length FROM batch, json_each(episode_ids_json) JOIN episode ON episode_id = value"
+            " WHERE batch_id > ?",
+            oldest,
+        )
+        needed += [(i, episode.length) for i, episode in self.scheduler.episodes.items()]
+        held = self.journal.episode_tokens([episode_id for episode_id, _ in needed])
+        for episode_id, length in needed:
+            assert np.array_equal(held[episode_id].tokens, tokens_of(episode_id, 0, length))
 
     def step_is_done(self, step: int) -> None:
         self.scheduler.step_done(step)
@@ -352,10 +443,13 @@ class World(RuleBasedStateMachine):
         self.commit()
         if not self.generators:
             self.join("g0", 0)
-        for _ in range(600):
+        for number in range(600):
             if self.scheduler.done:
                 break
             self.a_fair_round(train=True)
+            if number % 2:
+                self.checkpoint(keep=1 + number % 4 // 2)
+            self.tokens_are_reclaimed(pieces=number % 5, rows=2)
         assert self.scheduler.done, self.scheduler.counts()
         self.scheduler.finish("run ended")
         self.scheduler.check()
@@ -375,13 +469,18 @@ class World(RuleBasedStateMachine):
         assert set(uses) == {i for i, (state, _, _) in episodes.items() if state == "trained"}
         assert query("SELECT batch_id FROM batch ORDER BY 1") == [(n,) for n in range(1, self.rules.steps + 1)]
         self.audit_rewards_and_rows()
+        last = {episode_id: batch_id for batch_id, episode_id in sorted(batches)}
+        gone = reclaim.reclaimed_step(self.journal)
         held = self.journal.episode_tokens(sorted(episodes))
         for episode_id, (_, _, length) in episodes.items():
             tokens = held[episode_id].tokens
             assert np.array_equal(tokens, tokens_of(episode_id, 0, len(tokens)))
+            if not len(tokens) and gone is not None and last.get(episode_id, 0) <= gone:
+                continue  # Reclaimed as a whole.
             assert len(tokens) >= self.acked.get(episode_id, 0)
             assert length in (0, len(tokens))
-        assert all(len(held[episode_id].tokens) == episodes[episode_id][2] for episode_id in uses)
+            assert episode_id not in uses or length
+        self.what_is_needed_is_there()
         assert query("SELECT count(*) FROM lease WHERE state = 'active'") == [(0,)]
         assert query("SELECT DISTINCT state FROM grp WHERE state IN ('running', 'complete')") == []
 
@@ -434,6 +533,7 @@ def test_a_lease_from_before_the_restart_is_valid_for_another_lease_time(journal
     assert again.chunk(Chunk(first.lease_id, first.episode_id, 0, 4, 0, True)) is Verdict.ACCEPTED
     assert again.generator_joined("g", "first", 4, 0, [second.lease_id], 501.0) == []
     assert again.counts()["queued"] == 1
+    again.heartbeat("g", [], 600.0)
     assert [grant.deadline for grant in again.lapse(600.0)] == [510.0]
 
 
@@ -453,6 +553,7 @@ def test_a_turn_is_taken_after_its_chunks_from_the_lease_that_runs_its_episode(j
     end = EpisodeEnd(lease.lease_id, lease.episode_id, 2, "completed", 1.0, 1)
     assert scheduler.end(end, 1.0) is Verdict.ACCEPTED
     assert scheduler.turn(answered) is Verdict.DUPLICATE
+    scheduler.heartbeat("g", [], LEASE_S)
     scheduler.lapse(LEASE_S)
     assert scheduler.turn(Turn(other.lease_id, other.episode_id, 0, 0, [])) is Verdict.REFUSED
 
@@ -462,5 +563,5 @@ def test_chunks_with_a_hole_are_an_error_that_names_the_episode(journal: Journal
     scheduler.admit(Task("t", []), 0.0)
     journal.write([*scheduler.take_records(), _chunk_row(Chunk(0, 1, 0, 4, 0, True), 0)])
     journal.write([_chunk_row(Chunk(0, 1, 2, 4, 0, True), 4)])
-    with pytest.raises(RuntimeError, match="episode 1 has 2 chunks but its last is number 2"):
+    with pytest.raises(JournalError, match=r"chunk 1 of episode 1 is missing \(the next is 2\)"):
         restore(RULES, differ, journal, 0.0)

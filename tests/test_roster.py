@@ -5,19 +5,10 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config import Config
+from asyncrl.leases import AWAY_S
 from asyncrl.messages import Applied, Go, Offer, Prepare, Resync, Sent, TensorMeta, TransferFailed
-from asyncrl.roster import (
-    MAX_FAILURES,
-    Effect,
-    Note,
-    Published,
-    Restart,
-    Roster,
-    Send,
-    Skipped,
-    Unusable,
-    transfer_limit_s,
-)
+from asyncrl.roster import MAX_FAILURES, Roster, transfer_limit_s
+from asyncrl.rounds import Effect, Note, Published, Restart, Send, Skipped, Unusable
 
 TIMEOUT_S = 8.0
 CONFIG = Config.model_validate({"weights": {"timeout_s": TIMEOUT_S}})
@@ -80,12 +71,18 @@ class Desk:
         for name in refusing:
             self.roster.failed(name, TransferFailed(epoch, version, "w is not finite", refused=True), self.now)
 
-    def run_out(self) -> None:
-        """Time passes until the next deadline."""
-        due = self.roster.next_deadline()
-        assert due is not None
-        self.now = due
-        self.roster.expire(self.now)
+    def run_out(self, *away: str) -> None:
+        """Time passes until something happens; heartbeats arrive from all but those that are `away`."""
+        while (due := self.roster.next_deadline()) is not None and not self.roster._effects:
+            self.now = due
+            for name in self.roster._generators.keys() - set(away):
+                self.roster.heard(name, self.now)
+            self.roster.expire(self.now)
+
+    def round_ends(self) -> float:
+        """Seconds that the round has left."""
+        assert self.roster._round is not None
+        return self.roster._round.deadline - self.now
 
 
 def test_a_round_prepares_then_goes_then_publishes_once_everybody_has_applied() -> None:
@@ -248,7 +245,7 @@ def test_reports_of_an_older_epoch_do_not_end_the_round_but_count_as_versions() 
     epoch = desk.offer(2)["a"][0].epoch
     desk.ready(epoch, "a")
     desk.roster.sent(Sent(old, 1, 0.5, 24), desk.now)
-    assert desk.roster.next_deadline() == desk.now + transfer_limit_s(TIMEOUT_S, 2), "the round goes on"
+    assert desk.round_ends() == transfer_limit_s(TIMEOUT_S, 2), "the round goes on"
     desk.roster.sent(Sent(epoch, 2, 0.5, 24), desk.now)
     desk.effects()
     desk.roster.applied("a", make_applied(old, 1), desk.now)
@@ -378,9 +375,9 @@ def test_a_transfer_has_time_for_every_bucket_and_no_more() -> None:
     desk = Desk("a")
     epoch = desk.offer(1)["a"][0].epoch
     desk.ready(epoch, "a")
-    assert desk.roster.next_deadline() == desk.now + transfer_limit_s(TIMEOUT_S, 2) == desk.now + 5 * TIMEOUT_S
+    assert desk.round_ends() == transfer_limit_s(TIMEOUT_S, 2) == 5 * TIMEOUT_S
     desk.roster.sent(Sent(epoch, 1, 0.5, 24), desk.now)
-    assert desk.roster.next_deadline() == desk.now + TIMEOUT_S
+    assert desk.round_ends() == TIMEOUT_S
 
 
 @pytest.mark.parametrize("version", [3, 9])
@@ -388,3 +385,55 @@ def test_a_version_is_published_once_and_never_an_older_one(version: int) -> Non
     desk = Desk("a", version=2, published=9)
     desk.complete(version, "a")
     assert not [effect for effect in desk.effects() if isinstance(effect, Published)]
+
+
+def test_a_member_that_is_away_holds_up_nobody_and_is_not_blamed() -> None:
+    desk = Desk("a", "b")
+    epoch = desk.offer(1)["a"][0].epoch
+    desk.ready(epoch, "a")
+    started = desk.now
+    desk.run_out("b")
+    assert desk.now - started <= AWAY_S + 1.0
+    assert desk.sends(Prepare).keys() == {"a"}
+    desk.ready(epoch + 1, "a")
+    desk.roster.sent(Sent(epoch + 1, 1, 0.5, 24), desk.now)
+    desk.roster.applied("a", make_applied(epoch + 1, 1), desk.now)
+    assert desk.effects() == [Published(1, 0.5, 24)], "b is asked for again while it is away"
+    assert desk.roster._generators["b"].failures == 0
+    desk.roster.heard("b", desk.now)
+    assert desk.sends(Resync).keys() == {"publisher"}
+    assert desk.offer(1).keys() == {"b"}
+
+
+def test_a_broadcast_to_who_goes_away_is_given_up_for_all_and_nobody_is_blamed() -> None:
+    desk = Desk("a", "b")
+    for _ in range(MAX_FAILURES):
+        epoch = desk.offer(1)["a"][0].epoch
+        desk.ready(epoch, "a", "b")
+        desk.run_out("b")
+        effects = desk.effects()
+        assert effects[0] == Note(
+            "transfer_failed", f"version 1, epoch {epoch}: a (silent); b (away); publisher (silent)"
+        )
+        assert effects[1:] == [Send("publisher", Resync("behind version 1: a"))]
+        assert desk.offer(1).keys() == {"a"}
+        desk.roster.generator_joined("b", "i1", 0, desk.now)
+        desk.roster.publisher_left(desk.now)
+        desk.roster.publisher_joined("p1", desk.now)
+        desk.effects()
+    assert {generator.failures for generator in desk.roster._generators.values()} == {0}
+
+
+def test_who_reconnects_within_a_round_is_told_again_and_what_it_has_applied_counts() -> None:
+    desk = Desk("a", "b")
+    first = desk.offer(1)
+    epoch = first["a"][0].epoch
+    desk.roster.generator_joined("b", "i1", 0, desk.now)
+    assert desk.effects() == [Send("b", first["b"][0])]
+    desk.ready(epoch, "a", "b")
+    desk.roster.generator_joined("b", "i1", 0, desk.now)
+    assert desk.effects() == [Send("b", Go(epoch, 1, ["a", "b"]))]
+    desk.roster.sent(Sent(epoch, 1, 0.5, 24), desk.now)
+    desk.roster.applied("a", make_applied(epoch, 1), desk.now)
+    desk.roster.generator_joined("b", "i1", 1, desk.now)
+    assert desk.effects() == [Published(1, 0.5, 24)]

@@ -9,14 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.config import Config
+from asyncrl.leases import AWAY_S
 from asyncrl.messages import Applied, Go, Offer, Prepare, Resync, Sent, TensorMeta, TransferFailed
-from asyncrl.roster import (
-    Published,
-    Restart,
-    Roster,
-    Send,
-    Skipped,
-)
+from asyncrl.roster import Roster
+from asyncrl.rounds import Published, Restart, Send, Skipped
 
 TIMEOUT_S = 8.0
 CONFIG = Config.model_validate({"weights": {"timeout_s": TIMEOUT_S}})
@@ -206,10 +202,24 @@ class HostileWorld(RuleBasedStateMachine):
             self.fail(name, process, go.epoch, go.version, deed)
         self.take()
 
-    @rule(seconds=st.floats(0.0, 3 * TIMEOUT_S))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        self.roster.expire(self.now)
+    @rule(seconds=st.floats(0.0, 3 * TIMEOUT_S), heard=st.sets(names))
+    def time_passes(self, seconds: float, heard: set[str]) -> None:
+        """Some generators' heartbeats arrive meanwhile; the links of the others are away."""
+        while seconds > 0:
+            self.now, seconds = self.now + min(seconds, AWAY_S / 2), seconds - AWAY_S / 2
+            for name in heard:
+                self.roster.heard(name, self.now)
+                self.take()
+            self.roster.expire(self.now)
+            self.take()
+
+    @rule(name=names)
+    def reconnect(self, name: str) -> None:
+        """Whatever was under way to and from it is lost."""
+        if name in self.live:
+            process = self.live[name]
+            process.prepared, process.going = None, []
+            self.roster.generator_joined(name, str(process.incarnation), process.version, self.now)
         self.take()
 
     # -- what must hold
@@ -242,6 +252,7 @@ class HostileWorld(RuleBasedStateMachine):
             due = self.roster.next_deadline()
             assert due is not None, "the generator is behind and nothing is waited for"
             self.now = max(self.now, due)
+            self.roster.heard("a", self.now)
             self.roster.expire(self.now)
             self.take()
         assert self.live["a"].version == self.newest

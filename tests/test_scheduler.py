@@ -18,7 +18,7 @@ from asyncrl.trainers.filters import equal_rewards, keep_all
 
 RULES = Rules(
     groups_per_step=2, group_size=2, max_lag=1, over_age="train", reuse=1, order="fifo", steps=10,
-    lease_s=10.0, seed=0, ranks=1, token_budget=1000, minibatches=1, greedy=False,
+    lease_s=10.0, heartbeat_s=1.0, seed=0, ranks=1, token_budget=1000, minibatches=1, greedy=False,
 )  # fmt: skip
 
 
@@ -158,11 +158,11 @@ def test_an_episode_that_lost_its_lease_goes_first_and_carries_its_progress() ->
     lost = scheduler.generator_left("a")
     assert [grant.lease_id for grant in lost] == [0, 1, 2]
     join(scheduler, "b", 4)
-    again = scheduler.grant(5.0)
+    again = scheduler.grant(4.0)
     assert [grant.episode_id for grant in again] == [0, 1, 2, 3]
     assert [grant.next_seq for grant in again] == [0, 0, 1, 0]
     assert [grant.lease_id for grant in again] == [3, 4, 5, 6]
-    assert {grant.deadline for grant in again} == {15.0}
+    assert {grant.deadline for grant in again} == {14.0}
 
 
 def test_a_heartbeat_extends_the_leases_it_names_and_only_those() -> None:
@@ -176,6 +176,7 @@ def test_a_heartbeat_extends_the_leases_it_names_and_only_those() -> None:
     assert [grant.lease_id for grant in scheduler.lapse(10.0)] == mine[:1]
     assert scheduler.next_deadline() == 16.0
     assert scheduler.heartbeat("g", mine, 11.0) == mine[:1]
+    assert scheduler.heartbeat("g", [], 20.0) == []
     assert len(scheduler.lapse(21.0)) == 7
     assert scheduler.next_deadline() is None
     scheduler.check()
@@ -192,6 +193,26 @@ def test_a_silent_generator_gets_no_new_leases_until_it_is_heard_again() -> None
     assert [grant.generator for grant in scheduler.grant(10.0)] == ["alive"] * 3
     scheduler.heartbeat("silent", [], 11.0)
     assert [grant.generator for grant in scheduler.grant(11.0)] == ["silent"] * 5
+
+
+def test_while_nobody_is_heard_leases_last_and_lapse_once_somebody_else_could_go_on() -> None:
+    scheduler = make()
+    held = [grant.lease_id for grant in start(scheduler)]
+    for now in (10.0, 20.0, 25.0, 30.0):
+        assert scheduler.lapse(now) == []
+    assert scheduler.next_deadline() == 40.0
+    assert scheduler.heartbeat("g", held[:1], 39.0) == [], "the link is back: its leases are still its own"
+    join(scheduler, "other")
+    scheduler.heartbeat("other", [], 40.0)
+    assert [grant.lease_id for grant in scheduler.lapse(40.0)] == held[1:]
+    scheduler.check()
+
+
+def test_a_generator_with_rare_heartbeats_is_not_away_between_two() -> None:
+    scheduler = make(lease_s=30.0, heartbeat_s=10.0)
+    join(scheduler, "g", 100)
+    admit_all(scheduler)
+    assert scheduler.grant(9.0)
 
 
 def test_late_chunks_of_a_lapsed_lease_are_refused() -> None:

@@ -16,7 +16,7 @@ from asyncrl.trainers.filters import equal_rewards, keep_all
 
 RULES = Rules(
     groups_per_step=1, group_size=2, max_lag=0, over_age="train", reuse=1, order="fifo", steps=10,
-    lease_s=10.0, seed=0, ranks=1, token_budget=1000, minibatches=1, greedy=True,
+    lease_s=10.0, heartbeat_s=1.0, seed=0, ranks=1, token_budget=1000, minibatches=1, greedy=True,
 )  # fmt: skip
 
 

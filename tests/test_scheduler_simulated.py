@@ -19,7 +19,7 @@ from asyncrl.trainers.filters import equal_rewards, keep_all
 
 RULES = Rules(
     groups_per_step=2, group_size=2, max_lag=1, over_age="train", reuse=1, order="fifo", steps=10,
-    lease_s=10.0, seed=0, ranks=1, token_budget=1000, minibatches=1, greedy=False,
+    lease_s=10.0, heartbeat_s=1.0, seed=0, ranks=1, token_budget=1000, minibatches=1, greedy=False,
 )  # fmt: skip
 
 
@@ -257,3 +257,44 @@ def test_an_episode_that_moves_between_generators_keeps_every_accepted_token() -
     moved = sim.moved & sim.lengths.keys()
     assert moved
     assert all(sim.lengths[episode_id] == len(sim.versions[episode_id]) for episode_id in sim.lengths)
+
+
+@dataclass
+class Repeatable(Sim):
+    """The same, but what becomes of an episode is a function of its number; only when it happens is random."""
+
+    def advance(self, name: str, lease_id: int) -> None:
+        episode_id, seq = self.running[name][lease_id]
+        fate = random.Random(episode_id)
+        length, failed, reward = fate.randint(1, self.max_length), fate.random() < 0.1, float(fate.random() < 0.5)
+        episode = self.scheduler.episodes.get(episode_id)
+        left = length - episode.length if episode else 0
+        if left > 0:
+            n = self.rng.randint(1, left)
+            said = Chunk(lease_id, episode_id, seq, n, self.applied[name], True)
+            verdict = self.scheduler.chunk(said)
+            self.running[name][lease_id] = (episode_id, seq + 1)
+            if verdict is Verdict.ACCEPTED:
+                self.versions.setdefault(episode_id, []).extend([self.applied[name]] * n)
+        else:
+            status = "failed_environment" if failed else "completed"
+            end = EpisodeEnd(lease_id, episode_id, seq, status, None if failed else reward, 1)
+            verdict = self.scheduler.end(end, self.now)
+            del self.running[name][lease_id]
+        if verdict is Verdict.REFUSED:
+            self.running[name].pop(lease_id, None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rules(max_lag=0), st.lists(st.tuples(seeds, st.integers(1, 4), st.integers(1, 6)), min_size=2, max_size=3))
+def test_with_max_lag_0_what_is_trained_does_not_depend_on_when_things_happen(
+    rules: Rules, timings: list[tuple[int, int, int]]
+) -> None:
+    found = []
+    for seed, generators, capacity in timings:
+        sim = Repeatable(rules, seed)
+        sim.run(generators, capacity)
+        sampled_by = [sim.versions[e] for sealed in sim.sealed for e in sealed.episode_ids]
+        admitted = sim.scheduler.next_task_index if rules.reuse == 1 else None
+        found.append((sim.sealed, sampled_by, admitted, sim.scheduler.totals["trained"]))
+    assert all(each == found[0] for each in found)

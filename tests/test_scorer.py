@@ -18,7 +18,7 @@ import torch
 import zmq
 from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
 
-from asyncrl import cli
+from asyncrl import cli, keys
 from asyncrl.chat import ChatFormat
 from asyncrl.config import Reward
 from asyncrl.envs.reward_signatures import EpisodeView
@@ -144,15 +144,17 @@ async def test_junk_is_dropped_and_the_scorer_works_on(served: Served) -> None:
 
 
 async def test_a_model_that_cannot_be_served_ends_the_process_with_the_reason(
-    reward_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reward_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = zmq.Context.instance().socket(zmq.ROUTER)
     port = taken.bind_to_random_port("tcp://127.0.0.1")
     # A taken address may be its predecessor's, which the kernel has not cleared away yet: worth another try.
-    assert await serve(str(reward_model), f"tcp://127.0.0.1:{port}", "cpu", 4, 30) == 1
+    assert await serve(str(reward_model), f"tcp://127.0.0.1:{port}", "cpu", 4, 30, 30) == 1
     assert f"on cpu at tcp://127.0.0.1:{port}: Address already in use" in capsys.readouterr().out
     taken.close(linger=0)
-    assert await serve(str(reward_model), "tcp://192.0.2.1:5600", "cpu", 4, 30) == EXIT_USAGE
+    keys.write(keys.make(), tmp_path / "a.key")
+    monkeypatch.setenv(keys.ENVIRONMENT, str(tmp_path / "a.key"))
+    assert await serve(str(reward_model), "tcp://192.0.2.1:5600", "cpu", 4, 30, 30) == EXIT_USAGE
     assert "cannot be served on cpu at tcp://192.0.2.1:5600" in capsys.readouterr().out
     policy = init_model(tmp_path / "policy", hidden=32, layers=1)
     assert cli.main(["scorer", "--model", str(policy), "--endpoint", "tcp://127.0.0.1:1"]) == EXIT_USAGE
@@ -312,7 +314,7 @@ async def test_a_device_that_is_not_there_is_refused_with_the_reason(
         raise error
 
     monkeypatch.setattr("asyncrl.scorer.RewardModel", open_it)
-    assert await serve("it", "tcp://127.0.0.1:9", "cuda", 4, 30) == EXIT_USAGE
+    assert await serve("it", "tcp://127.0.0.1:9", "cuda", 4, 30, 30) == EXIT_USAGE
     assert f"it cannot be served on cuda at tcp://127.0.0.1:9: {error}" in capsys.readouterr().out
     with pytest.raises(UsageError, match=f"reward.model = it on cuda cannot be served: {error}"):
         async with rewards_here(Reward(model="it", model_device="cuda")):
@@ -324,7 +326,7 @@ async def test_memory_that_is_not_there_yet_is_worth_another_start(monkeypatch: 
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr("asyncrl.scorer.RewardModel", open_it)
-    assert await serve("it", "tcp://127.0.0.1:9", "cuda", 4, 30) == 1
+    assert await serve("it", "tcp://127.0.0.1:9", "cuda", 4, 30, 30) == 1
 
 
 async def test_nothing_is_kept_for_a_scorer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

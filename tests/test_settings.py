@@ -1,5 +1,6 @@
 """Settings: precedence of files and flags, and errors that teach."""
 
+import argparse
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,15 @@ def test_every_setting_has_a_help_text() -> None:
 def test_derived_numbers_follow_their_formulas() -> None:
     config = Config.model_validate({"train": {"groups_per_step": 3, "group_size": 5}, "staleness": {"max_lag": 2}})
     assert (config.episodes_per_step, config.max_groups_ahead) == (15, 9)
+
+
+def test_a_switch_needs_no_value_and_is_its_setting() -> None:
+    def config_of(*line: str) -> Config:
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        settings.add_flags(parser)
+        return settings.read([], vars(parser.parse_args(line)))
+
+    for line in (["--deterministic"], ["--run.deterministic", "true"], ["--deterministic", "--steps", "3"]):
+        assert config_of(*line).run.deterministic
+    assert not config_of("--deterministic", "--run.deterministic", "false").run.deterministic
+    assert not config_of().run.deterministic

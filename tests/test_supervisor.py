@@ -1,7 +1,9 @@
-"""Which GPU goes to which process, and which settings are refused before anything starts."""
+"""Which GPU goes to which process, which settings are refused, which deaths count, and a start that fails."""
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import pytest
 from asyncrl.config import Config
 from asyncrl.launch import check_gpus
 from asyncrl.settings import UsageError
-from asyncrl.supervisor import gpu_share, gpus_each
+from asyncrl.supervisor import Child, Supervisor, gpu_share, gpus_each, still_counted
+from asyncrl.transport import free_port_pair
 
 
 def make_config(**sections: dict[str, Any]) -> Config:
@@ -118,3 +121,60 @@ def test_gpu_settings_that_do_not_fit_are_refused_with_what_would(sections, said
 def test_gpu_settings_that_fit_are_accepted(sections, monkeypatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     check_gpus(make_config(**sections))
+
+
+def _survived(deaths: list[float], hung_s: float, most: int = 5) -> int:
+    """How many deaths, at these times, a process is started again after."""
+    restarts: list[float] = []
+    for survived, now in enumerate(deaths):
+        restarts = still_counted(restarts, now, 120.0, hung_s)
+        if len(restarts) >= most:
+            return survived
+        restarts.append(now)
+    return len(deaths)
+
+
+@pytest.mark.parametrize(
+    ("apart_s", "hung_s", "survived"),
+    [
+        (10.0, 0.0, 5),
+        (200.0, 0.0, 100),  # It crashes now and then: each time it had lived for longer than the window.
+        (615.0, 600.0, 5),  # It hangs in its first step, always: 600 of these seconds were no life.
+        (3600.0, 600.0, 100),  # It hangs once in an hour.
+    ],
+)
+def test_the_time_in_which_a_process_hung_does_not_count_as_its_life(
+    apart_s: float, hung_s: float, survived: int
+) -> None:
+    assert _survived([number * apart_s for number in range(100)], hung_s) == survived
+
+
+async def test_a_process_that_cannot_be_started_again_fails_the_run_with_the_reason(tmp_path: Path) -> None:
+    supervisor = Supervisor(Config(), tmp_path, free_port_pair("127.0.0.1"))
+    supervisor._logs.mkdir()
+    child = Child("generator-0", ["--version"])
+    await supervisor._start(child)
+    supervisor._logs.rename(tmp_path / "away")
+    assert child.process is not None
+    child.process.kill()
+    async with asyncio.timeout(30):
+        outcome = await supervisor._outcome
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith("the supervisor's task watch-generator-0 failed: FileNotFoundError: ")
+    await supervisor._kill_all()
+    supervisor._link.close()
+
+
+async def test_a_process_that_no_kill_ends_fails_the_run_instead_of_being_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.supervisor.KILLED_S", 0.1)
+    supervisor = Supervisor(Config(), tmp_path, free_port_pair("127.0.0.1"))
+    process = await asyncio.create_subprocess_exec("sleep", "60")
+    with monkeypatch.context() as kernel:
+        kernel.setattr(process, "kill", lambda: None)  # As where a disk does not answer.
+        await supervisor._kill(Child("learner-0", []), process)
+    assert f"learner-0 (pid {process.pid}) was killed and did not end" in supervisor._outcome.result().reason
+    process.kill()
+    await process.wait()
+    supervisor._link.close()

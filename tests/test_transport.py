@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -82,7 +84,7 @@ async def test_a_malformed_message_is_counted_and_dropped(junk: bytes) -> None:
     raw.connect(endpoint)
     raw.send_multipart([junk])
     await _until(lambda: router.malformed == 1)
-    client = Client(endpoint, "learner-0/a")
+    client = Client(endpoint, "learner-0/a", lambda: None)
     client.send(Rehello())
     await _until(lambda: received)
     assert received[0][1] == Rehello()
@@ -101,7 +103,7 @@ async def test_sending_to_a_peer_that_is_gone_is_counted_not_raised() -> None:
 async def test_a_peer_reaches_a_hub_that_was_started_anew_on_the_same_port() -> None:
     first: Received = []
     router, endpoint = _router(first)
-    client = Client(endpoint, "learner-0/a")
+    client = Client(endpoint, "learner-0/a", lambda: None)
     client.send(Ack(1))
     await _until(lambda: first)
     router.close()
@@ -119,8 +121,38 @@ async def test_a_peer_reaches_a_hub_that_was_started_anew_on_the_same_port() -> 
     again.close()
 
 
+async def test_every_connection_is_announced_to_who_has_to_say_things_again() -> None:
+    first: Received = []
+    router, endpoint = _router(first)
+    said: list[str] = []
+
+    def greet() -> None:
+        said.append("hello")
+        assert dealer.send(Rehello()), "it cannot be sent yet"
+
+    dealer = AsyncSocket(zmq.DEALER, lambda *_: None, "generator-0/a", greet)
+    assert not dealer.send(Ack(1)), "nothing is queued before there is a connection"
+    dealer.connect(endpoint, queue=False)
+    client = Client(endpoint, "learner-0/a", lambda: client.send(Rehello()))
+    assert client.receive(0.2) is None
+    await _until(lambda: len(first) == 2)
+    router.close()
+    second: Received = []
+    again = AsyncSocket(zmq.ROUTER, lambda *message: second.append(message))
+    await asyncio.sleep(0.1)  # ZeroMQ gives the port back in its own time.
+    again.bind(endpoint)
+    await _until(lambda: client.receive(0.01) is None and len(second) == 2)
+    assert {(peer, message) for peer, message, _ in second} == {
+        (b"generator-0/a", Rehello()),
+        (b"learner-0/a", Rehello()),
+    }
+    assert len(said) == 2
+    for socket_ in (dealer, client, again):
+        socket_.close()
+
+
 def test_a_client_waits_no_longer_than_its_limit() -> None:
-    client = Client(f"tcp://127.0.0.1:{free_port_pair('127.0.0.1')}", "learner-0/a")
+    client = Client(f"tcp://127.0.0.1:{free_port_pair('127.0.0.1')}", "learner-0/a", lambda: None)
     assert client.receive(0.05) is None
     client.close()
 
@@ -132,3 +164,27 @@ def test_a_taken_port_is_named_with_the_way_out() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=rf"port {port} on 127.0.0.1 cannot be used.*--hub.port"):
             check_port_pair("127.0.0.1", port)
+
+
+LEAVES_A_FULL_QUEUE = """
+import time, zmq
+from asyncrl.transport import configure
+
+router = zmq.Context().socket(zmq.ROUTER)
+configure(router)
+router.set(zmq.HEARTBEAT_IVL, 200)
+port = router.bind_to_random_port("tcp://127.0.0.1")
+context = zmq.Context()
+dealer = context.socket(zmq.DEALER)
+dealer.connect(f"tcp://127.0.0.1:{port}")
+for _ in range(20_000):
+    dealer.send(b"x" * 1000)
+context.destroy(linger=0)
+time.sleep(1)  # Until heartbeats have come due.
+print("alive")
+"""
+
+
+def test_a_peer_that_floods_and_leaves_does_not_end_the_process() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", LEAVES_A_FULL_QUEUE], capture_output=True, timeout=60)
+    assert done.stdout == b"alive\n", done.stderr

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
+import traceback
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from asyncrl.process import EXIT_USAGE, die_with_parent
+from asyncrl.watchdog import watchdog
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
+
+
+END_S = 60.0
+"""Longest wait for threads at the end of an event loop, which closes only after them."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,17 +37,26 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(EXIT_USAGE)
 
 
-def settings_of(parser: Parser, arguments: list[str]) -> tuple[argparse.Namespace, Config]:
-    """Parses a command's own options and the settings; returns both."""
+def options_of(parser: Parser, arguments: list[str], process: str = "") -> argparse.Namespace:
+    """Parses a command's own options; settings are left as text. `process`: see `settings_of`."""
     from asyncrl import settings
 
+    settings.add_files(parser)
     settings.add_flags(parser)
     rest, entries = settings.split_entries(arguments)
     options, unknown = parser.parse_known_intermixed_args(rest)
     if unknown:
         raise settings.UsageError(settings.unknown_flag(unknown[0]))
     vars(options).update(entries)
-    adopt(options)
+    adopt(options, process)
+    return options
+
+
+def settings_of(parser: Parser, arguments: list[str], process: str = "") -> tuple[argparse.Namespace, Config]:
+    """Parses a command's own options and the settings; returns both. `process`: the name of one of a run's."""
+    from asyncrl import settings
+
+    options = options_of(parser, arguments, process)
     return options, settings.read(options.files, typed(options))
 
 
@@ -97,15 +113,61 @@ def add_wait(parser: Parser) -> None:
     parser.add_argument("--wait", type=float, default=120.0, metavar="S", help="longest wait for the hub [120]")
 
 
+def add_key(parser: Parser) -> None:
+    """The option that gives a process its keys; without it the environment variable ASYNCRL_KEY does."""
+    parser.add_argument("--key", metavar="FILE", help="key file of the run (run.key in its folder) [$ASYNCRL_KEY]")
+
+
+def take_key(parser: Parser, options: argparse.Namespace) -> None:
+    """Takes the key file, and refuses an address (`--hub`, `--endpoint`) that needs one without it."""
+    from asyncrl import keys
+
+    if options.key is not None:
+        keys.use(Path(options.key))
+    keys.of_process()
+    if "hub" in options:
+        keys.for_hub(options.hub)
+    if "endpoint" in options:
+        if options.key is not None and keys.is_loopback(options.endpoint):
+            # A client on loopback would not know of it.
+            parser.error(f"--key {options.key} --endpoint {options.endpoint}: an address on loopback has no key")
+        keys.for_endpoint(options.endpoint)
+
+
 def add_parent(parser: Parser) -> None:
-    """The option by which the supervisor names itself."""
+    """The options by which the supervisor names itself, and where it takes signs of life and wants stacks."""
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--watched", nargs=2, default=(None, None), help=argparse.SUPPRESS)
 
 
-def adopt(options: argparse.Namespace) -> None:
-    """Ties this process to the supervisor that started it, if one did."""
+def adopt(options: argparse.Namespace, name: str = "") -> None:
+    """Ties this process to the supervisor that started it, if one did, and has it watched under `name`."""
     if getattr(options, "parent", None) is not None:
         die_with_parent(options.parent)
+    if name:
+        link, stacks = options.watched
+        watchdog.start(name, int(link) if link else None, Path(stacks) if stacks else None)
+
+
+def at_once(work: Callable[[], int]) -> NoReturn:
+    """Runs a process of a run and ends it as soon as `work` is over, with its status, or 1 after an error.
+
+    Python would first wait for its threads, and one that hangs (a collective, a checkpoint's writer) keep it alive
+    for ever, while the watchdog, a thread as well, goes on to give signs of life.
+    """
+    from asyncrl.settings import UsageError
+
+    status = 1
+    try:
+        status = work()
+    except UsageError as error:
+        print(f"asyncrl: {error}", file=sys.stderr)
+        status = EXIT_USAGE
+    except Exception:  # The fault boundary of the process: what nobody expected is told, and ends it.
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def on_loop(serve: Callable[[], Coroutine[Any, Any, int]]) -> int:
@@ -114,5 +176,9 @@ def on_loop(serve: Callable[[], Coroutine[Any, Any, int]]) -> int:
         from uvloop import new_event_loop
     except ImportError:
         new_event_loop = None
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    runner = asyncio.Runner(loop_factory=new_event_loop)
+    try:
         return runner.run(serve())
+    finally:
+        with watchdog.waiting("its threads to end, for it has nothing else to do", END_S, "options.END_S"):
+            runner.close()

@@ -74,6 +74,7 @@ class EpisodeRunner:
         self._turns = TurnLog(world.sink, lease, self._boundary)
         self._interrupted = False
         """Whether an earlier process may have begun to answer the turn that comes next."""
+        self._sampling = self._leaving = False
 
     async def run(self) -> None:
         """Runs the episode and sends its end, whatever the environment does."""
@@ -94,6 +95,14 @@ class EpisodeRunner:
         ids = (lease.lease_id, lease.episode_id, self._seq)
         info: dict[str, float] = {**said.info, **({"forks": self._record.forks} if self._record.forks else {})}
         self._world.sink.end(EpisodeEnd(*ids, status, reward, said.turns, detail, rewards, info))
+
+    def leave(self) -> bool:
+        """Ends the episode here as soon as its request has ended, so that nothing sampled is lost.
+
+        False: no request runs; it holds nothing that it has not sent, and can be cancelled.
+        """
+        self._leaving = True
+        return self._sampling
 
     async def _play(self, env: Env) -> EpisodeStatus:
         if not self._record.spans:
@@ -266,11 +275,12 @@ class EpisodeRunner:
         stops = tuple(self._world.chat.stop_token_ids)
         # A draw is fixed by seed and position; two branches have the same positions and must not draw alike.
         params = SamplingParams(min(left, room), stops, temperature, self._lease.seed + self._record.forks)
-        finish = "abort"
+        finish, self._sampling = "abort", True
         async for delta in self._world.engine.generate(str(self._lease.lease_id), self._record.branch, params):
             self._take(delta)
             finish = delta.finish_reason or finish
-        if finish == "abort":
+        self._sampling = False
+        if finish == "abort" or self._leaving:
             raise asyncio.CancelledError(f"request of lease {self._lease.lease_id} was aborted")
         return "context" if finish == "length" and room < left else finish
 

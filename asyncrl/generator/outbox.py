@@ -1,9 +1,9 @@
 """What the generator has streamed and the hub has not yet acknowledged.
 
 Chunks, turns and ends of many episodes that become due in one turn of the event loop leave as one message. A
-message is kept until the hub says that it is durable; after a hub restart, or when an ack is overdue,
-everything that is kept is sent again in order (the hub ignores what it already has). The outbox is bounded by
-the leases: without acks the hub grants no new ones.
+message is kept until the hub says that it is durable; when a connection is made (the hub was restarted, the link
+was away) everything that is kept is sent again in order (the hub ignores what it already has): nothing but the end
+of a connection loses a message or its ack. The outbox is bounded by the leases: without acks no new ones come.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Outbox:
         self._ends: list[EpisodeEnd] = []
         self._tokens = array("i")
         self._logprobs = array("f")
-        self._unacked: dict[int, tuple[Chunks, list[bytes], float]] = {}
+        self._unacked: dict[int, tuple[Chunks, list[bytes]]] = {}
         self._next_id = 0
         self._scheduled = False
         self._empty = asyncio.Event()
@@ -56,13 +56,15 @@ class Outbox:
         if not self._unacked and not self._scheduled:
             self._empty.set()
 
-    def resend(self, older_than: float = float("inf")) -> None:
-        """Sends everything again that was last sent before the loop time `older_than`."""
-        now = asyncio.get_running_loop().time()
-        for message_id, (header, frames, sent) in self._unacked.items():
-            if sent < older_than:
-                self._unacked[message_id] = (header, frames, now)
-                self._send(header, frames)
+    def resend(self) -> None:
+        """Sends everything again that is kept."""
+        for header, frames in self._unacked.values():
+            self._send(header, frames)
+
+    def ending(self) -> list[int]:
+        """Leases whose episodes are over here, and not yet at the hub."""
+        ends = [*self._ends, *(end for header, _ in self._unacked.values() for end in header.ends)]
+        return [end.lease_id for end in ends]
 
     @property
     def unacked(self) -> int:
@@ -91,5 +93,5 @@ class Outbox:
         self._next_id += 1
         self._chunks, self._turns, self._ends = [], [], []
         self._tokens, self._logprobs = array("i"), array("f")
-        self._unacked[header.message_id] = (header, frames, asyncio.get_running_loop().time())
+        self._unacked[header.message_id] = (header, frames)
         self._send(header, frames)

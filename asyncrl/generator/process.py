@@ -13,26 +13,33 @@ business, and the hub alone decides what runs where. Started by the supervisor, 
     | part         | waits for                         | unblocked by                               |
     |--------------|-----------------------------------|--------------------------------------------|
     | start        | hub, scorer: a first answer each  | supervise.start_timeout_s                  |
+    |              | model, engine                     | watchdog.OPEN_S                            |
+    | the process  | a hub that is gone                | its return; HUB_GONE_S                     |
     | episode task | tokens, environment, rewards      | engine thread; env. and reward.timeout_s   |
     | engine       | work                              | a lease                                    |
-    | outbox       | Ack (keeps, never blocks)         | hub commit; re-sent after a hub restart    |
+    | outbox       | Ack (keeps, never blocks)         | hub commit; re-sent on a new connection    |
     | receiver     | Go, then the broadcast            | publisher; weights.timeout_s               |
 
-Without the hub nothing stops: episodes go on to their end and wait in the outbox. A dead engine (or one
-poisoned by a failed update) ends the process; its leases go elsewhere with their prefixes.
+Without the hub nothing stops: episodes go on to their end and wait in the outbox. While there is no connection
+nothing is queued; each new one begins with a Hello that names the leases held, and with all that is not acked. A
+dead engine (or one poisoned by a failed update) ends the process; its leases go elsewhere with their prefixes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
+import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import zmq
 
+from asyncrl import keys
 from asyncrl.config import Config
 from asyncrl.generator.engines.base import EngineDead, EngineStats
 from asyncrl.generator.episode import EpisodeRunner, World
@@ -46,6 +53,7 @@ from asyncrl.messages import (
     Lease,
     Message,
     Prepare,
+    ProcessEvent,
     Refused,
     Rehello,
     Revoke,
@@ -56,28 +64,35 @@ from asyncrl.process import EXIT_USAGE, pin
 from asyncrl.scorer_client import ScorerClient
 from asyncrl.settings import from_json
 from asyncrl.transport import AsyncSocket
+from asyncrl.watchdog import OPEN_S, watchdog
 from asyncrl.weights.receiver import Receiver
 
-RESEND_AFTER_S = 10.0
-"""An unacknowledged message is sent again after this long: its connection may have been replaced."""
+HAND_IN_S = 5.0
+"""Longest wait at the end for the tokens of requests that were ended; the engine needs one step for it."""
 DRAIN_S = 10.0
 """Longest wait at the end for the last acknowledgements."""
+HUB_GONE_S = 600.0
+"""Without a connection to the hub for so long the generator ends: a hub that is supervised is back in seconds."""
+EXIT_TERMINATED = 128 + signal.SIGTERM
+"""A stop that nobody in the run asked for: in order, and the supervisor starts the generator again."""
 
 
 class GeneratorProcess:
     """One generator. `await run()` returns the exit status."""
 
     def __init__(self, hub: str, name: str) -> None:
-        self._name = name
+        self._name, self._hub = name, hub
         self._incarnation = secrets.token_hex(4)
         asyncio.get_running_loop().set_exception_handler(self._broken)
-        self._control = AsyncSocket(zmq.DEALER, self._on_control, f"{name}/{self._incarnation}")
-        self._control.connect(hub)
+        identity = f"{name}/{self._incarnation}"
+        self._keys = keys.for_hub(hub)
+        self._control = AsyncSocket(zmq.DEALER, self._on_control, identity, self._hello, self._keys)
+        self._control.connect(hub, queue=False)
         self._data: AsyncSocket | None = None
         self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._outbox = Outbox(self._send_chunks)
-        self._episodes: dict[int, asyncio.Task[None]] = {}
+        self._episodes: dict[int, tuple[EpisodeRunner, asyncio.Task[None]]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._world: World | None = None
         self._scorer: ScorerClient | None = None
@@ -88,29 +103,37 @@ class GeneratorProcess:
 
     async def run(self, start_timeout_s: float) -> int:
         """Runs until the hub says stop or the engine dies; returns the exit status."""
-        self._control.send(Hello("generator", self._name, self._incarnation, os.getpid()))
         try:
             async with asyncio.timeout(start_timeout_s):
                 first: set[asyncio.Future[Any]] = {self._welcome, self._exit}
                 await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
-            print(f"{self._name}: no answer from the hub within {start_timeout_s:g} s", flush=True)
+            print(
+                f"{self._name} waited {start_timeout_s:g} s for the first answer of the hub at {self._hub}; is it "
+                f"running, and does --hub name its control port? --wait S raises the limit{keys.HINT}",
+                flush=True,
+            )
             return 1
         if not self._welcome.done():
             return self._exit.result()
         try:
-            await self._open(self._welcome.result(), start_timeout_s)
+            with watchdog.waiting("its own start: engine, environment, scorer", OPEN_S, "watchdog.OPEN_S"):
+                await self._open(self._welcome.result(), start_timeout_s)
         except (ValueError, ImportError) as error:
             # The fault boundary of the configuration: a restart would only find the same again.
             print(f"{self._name}: the engine cannot be opened: {type(error).__name__}: {error}", flush=True)
             return EXIT_USAGE
-        if not self._exit.done():
-            self._hello()
-        heartbeat = asyncio.create_task(self._heartbeats(), name="heartbeat")
-        heartbeat.add_done_callback(self._watch)
-        status = await self._exit
-        heartbeat.cancel()
-        await self._shut(status)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._terminated)
+        run_dir = Path(self._welcome.result().run_dir)
+        with watchdog.serving(self._config.supervise.hang_s, run_dir, loop):
+            if not self._exit.done():
+                self._hello()
+            heartbeat = asyncio.create_task(self._heartbeats(), name="heartbeat")
+            heartbeat.add_done_callback(self._watch)
+            status = await self._exit
+            heartbeat.cancel()
+            await self._shut(status)
         return status
 
     # ---- phases ----------------------------------------------------------------------------------
@@ -118,8 +141,9 @@ class GeneratorProcess:
     async def _open(self, welcome: Welcome, start_timeout_s: float) -> None:
         config = self._config = from_json(welcome.config)
         pin(config.generator.cores)
-        self._data = AsyncSocket(zmq.DEALER, self._on_data, f"{self._name}/{self._incarnation}")
-        self._data.connect(welcome.data_endpoint)
+        identity = f"{self._name}/{self._incarnation}"
+        self._data = AsyncSocket(zmq.DEALER, self._on_data, identity, self._outbox.resend, self._keys)
+        self._data.connect(welcome.data_endpoint, queue=False)
         # Loading a model takes seconds; in a thread the control socket stays alive meanwhile.
         index = int(number) if (number := self._name.rsplit("-", 1)[-1]).isdecimal() else 0
         loop = asyncio.get_running_loop()
@@ -146,14 +170,20 @@ class GeneratorProcess:
         return not self._exit.done()
 
     async def _shut(self, status: int) -> None:
-        """On an orderly stop what has been sampled is made durable; episodes that still run are dropped
+        """On an orderly stop all that has been sampled is made durable; episodes that still run are dropped
         here and continue from their prefixes elsewhere, or in a later run."""
         assert self._world is not None
-        for task in list(self._episodes.values()):
-            task.cancel()
-        await asyncio.gather(*self._episodes.values(), return_exceptions=True)
-        if status == 0 and not await self._outbox.drained(DRAIN_S):
-            print(f"{self._name}: {self._outbox.unacked} messages were not acknowledged", flush=True)
+        orderly = status in (0, EXIT_TERMINATED)
+        await self._end_episodes(orderly)
+        if orderly and not await self._outbox.drained(DRAIN_S):
+            print(
+                f"{self._name} waited {DRAIN_S:g} s for the hub to make {self._outbox.unacked} messages durable; "
+                "what is in them is sampled again from the prefixes in run.db",
+                flush=True,
+            )
+        if status == EXIT_TERMINATED:
+            # So its leases need not wait for their deadline; without a supervisor nobody else says it.
+            self._control.send(ProcessEvent(self._name, "left"))
         if self._receiver is not None:
             self._receiver.close()
         await self._world.engine.close()
@@ -161,8 +191,27 @@ class GeneratorProcess:
             if socket is not None:
                 socket.close()
 
-    def _hello(self) -> None:
+    async def _end_episodes(self, orderly: bool) -> None:
+        """Cancels all, in order or not; in order what the engine has sampled for them is sent first."""
         assert self._world is not None
+        held = list(self._episodes.values())
+        sampling = [task for runner, task in held if orderly and runner.leave()]
+        for _, task in held:
+            if task not in sampling:
+                task.cancel()
+        if sampling:
+            with contextlib.suppress(EngineDead):  # It has nothing to hand in.
+                await self._world.engine.abort(None)
+                await asyncio.wait(sampling, timeout=HAND_IN_S)
+        for task in sampling:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in held), return_exceptions=True)
+
+    def _hello(self) -> None:
+        """With every connection, when the hub asks, and once there is an engine: only then it takes leases."""
+        if self._receiver is None or self._world is None:
+            self._control.send(Hello("generator", self._name, self._incarnation, os.getpid()))
+            return
         self._control.send(
             Hello(
                 "generator",
@@ -171,7 +220,7 @@ class GeneratorProcess:
                 os.getpid(),
                 capacity=self._config.capacity,
                 version=self._world.engine.version,
-                leases=list(self._episodes),
+                leases=self._held(),
             )
         )
 
@@ -188,11 +237,7 @@ class GeneratorProcess:
                 for lease in leases:
                     self._cancel(lease, reason)
             case Rehello():
-                if self._receiver is not None:
-                    self._hello()
-                    self._outbox.resend()
-                else:
-                    self._control.send(Hello("generator", self._name, self._incarnation, os.getpid()))
+                self._hello()
             case Welcome():
                 if not self._welcome.done():
                     self._welcome.set_result(message)
@@ -223,7 +268,7 @@ class GeneratorProcess:
         record = TokenRecord.from_prefix(lease.prefix, frames[0], frames[1])
         runner = EpisodeRunner(self._world, lease, record)
         task = asyncio.create_task(runner.run(), name=f"lease-{lease.lease_id}")
-        self._episodes[lease.lease_id] = task
+        self._episodes[lease.lease_id] = runner, task
         task.add_done_callback(lambda done: self._episode_over(lease.lease_id, done))
 
     def _episode_over(self, lease_id: int, task: asyncio.Task[None]) -> None:
@@ -232,30 +277,43 @@ class GeneratorProcess:
         self._watch(task)
 
     def _cancel(self, lease_id: int, reason: str) -> None:
-        task = self._episodes.get(lease_id)
-        if task is not None:
+        if lease_id in self._episodes:
+            _, task = self._episodes[lease_id]
             task.cancel(f"lease {lease_id} revoked: {reason}")
+
+    def _held(self) -> list[int]:
+        """The leases that it still needs: a Hello may arrive before what the outbox sends again."""
+        return [*self._episodes, *self._outbox.ending()]
 
     # ---- life ------------------------------------------------------------------------------------
 
     async def _heartbeats(self) -> None:
         assert self._world is not None
-        while True:
+        missed_s = 0.0
+        while missed_s <= HUB_GONE_S:
             await asyncio.sleep(self._config.hub.heartbeat_s)
-            self._control.send(Heartbeat(list(self._episodes), self._stats()))
-            self._outbox.resend(older_than=asyncio.get_running_loop().time() - RESEND_AFTER_S)
+            now = replace(self._world.engine.stats)
+            if self._control.send(Heartbeat(self._held(), self._stats(now, self._reported))):
+                # What could not be sent is part of the next one.
+                self._reported, self._finished = now, 0
+                missed_s = 0.0
+            else:
+                missed_s += self._config.hub.heartbeat_s
+        print(
+            f"{self._name}: the hub at {self._hub} has been gone for {HUB_GONE_S:g} s; giving up. What was not "
+            "sent is sampled again from the prefixes in run.db; start this generator again when the hub is back",
+            flush=True,
+        )
+        self._finish(1)
 
-    def _stats(self) -> dict[str, float]:
+    def _stats(self, now: EngineStats, before: EngineStats) -> dict[str, float]:
         assert self._world is not None
-        now, before = replace(self._world.engine.stats), self._reported
-        self._reported = now
         stats: dict[str, float] = {
             name: getattr(now, name) - getattr(before, name)
             for name in ("sampled_tokens", "prefill_tokens", "steps", "busy_s", "paused_s", "waiting_s")
         }
         stats |= {"live": now.live, "queued": now.queued, "unacked": self._outbox.unacked}
         stats |= {"episodes": self._finished, "version": self._world.engine.version, "time": time.time()}
-        self._finished = 0
         return stats
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
@@ -276,6 +334,10 @@ class GeneratorProcess:
         """A bug in a callback: better to start anew from the journal than to go on without what it did."""
         loop.default_exception_handler(context)
         self._finish(1)
+
+    def _terminated(self) -> None:
+        print(f"{self._name}: stopping: SIGTERM", flush=True)
+        self._finish(EXIT_TERMINATED)
 
     def _finish(self, status: int) -> None:
         if not self._exit.done():

@@ -1,22 +1,30 @@
 """The learner's checkpoints: written while training goes on, complete or not there, for any number of ranks.
 
 `torch.distributed.checkpoint` writes what `Trainer.state` holds (shards of parameters and moments), with the step
-and the random state, into `step_000020.tmp`; rank 0 renames the folder when every rank's part and the metadata are
-on disk. A folder whose name has no `.tmp` is therefore complete. Only tensors are stored.
+and the random state. Only tensors are stored. What makes the files a complete checkpoint that can be verified, and
+which ones are kept, is `asyncrl.learner.checkpoint_folder`'s.
 
-    every rank:  copy the state ─▶ train on          rank 0: rename, delete old ones, report
-                      └─▶ writer thread ─▶ disk ─────────────▲  (in `poll`, once per step, or in `wait`)
+    every rank:  copy the state ─▶ train on
+                      └─▶ writer thread ─▶ disk ─▶ rank 0: complete, delete old ones ─┐
+    main thread: `poll` once per step, or `wait` before the next one ◀─ what became of it, for the hub
+
+    | waits for                     | unblocked by                      | limit                |
+    |-------------------------------|-----------------------------------|----------------------|
+    | the checkpoint before         | its writer thread                 | checkpoint.timeout_s |
+    | the other ranks' parts        | their writer threads              | checkpoint.timeout_s |
+    | which checkpoint to load      | rank 0, once it has verified one  | checkpoint.timeout_s |
 
 Called by the learner process. `asyncrl.learner.export` writes Hugging Face folders; this does not.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
-from concurrent.futures import Future
+import time
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -26,118 +34,196 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncrl.config import Checkpoint
+from asyncrl.learner.checkpoint_folder import CheckpointFolder
 from asyncrl.learner.update import Trainer
 
-NAME = re.compile(r"step_(\d{6,})")
+MOST_FAILURES = 3
+"""Checkpoints in a row that may fail to be written; then the run stops, for it would lose ever more."""
 
 
-class Done(NamedTuple):
-    """A checkpoint that is complete on disk."""
+class Written(NamedTuple):
+    """What became of a checkpoint that was being written."""
 
     step: int
     path: Path
+    kept: list[int]
+    """Steps of all complete checkpoints now, oldest first; rank 0 only."""
+    error: str = ""
+    """Why it could not be written; empty: it is complete and durable."""
 
 
 class CheckpointBroken(RuntimeError):
-    """A checkpoint cannot be read into this model, or could not be written."""
+    """No checkpoint can be loaded into this model, or written."""
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of one folder. `poll` and `wait` are not collective: rank 0's
-    writer ends only when the parts of all ranks are on disk. Every other method is."""
+    """Writes and reads the checkpoints of one folder. `save`, `load_latest` and `tensors` are collective, the
+    others not: rank 0's writer ends only when the parts of all ranks are on disk. Only `save` and `tidy` change
+    the folder."""
 
     def __init__(self, folder: Path, settings: Checkpoint) -> None:
         """Makes a process group of its own, so that the writer's collectives never meet the training's."""
-        self._folder = Path(folder)
-        self._settings = settings
+        self._folder = CheckpointFolder(folder, settings)
+        self._limit_s = settings.timeout_s
+        self._rank = dist.get_rank()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout_s))
-        self._pending: tuple[int, Future[object]] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: tuple[int, Future[list[int]]] | None = None
+        self._rewards: dict[int, float] = {}
+        self._failures = 0
         self.last_step = -1
         """Step of the newest checkpoint that was begun or loaded; -1 for none."""
+        self.passed_over: dict[int, str] = {}
+        """Rank 0: steps of the checkpoints that `load_latest` did not load, and why."""
 
-    def save(self, trainer: Trainer, step: int) -> None:
-        """Begins to write the state after `step`, and returns when it is copied. Waits for the one before."""
-        self.wait()
-        target = self._path(step).with_suffix(".tmp")
-        if dist.get_rank() == 0:
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
+    def observe(self, step: int, reward: float) -> None:
+        """Takes a step's mean reward; a checkpoint remembers the mean since the one before (`keep_best`)."""
+        self._rewards[step] = reward
+
+    def save(self, trainer: Trainer, step: int) -> Written | None:
+        """Begins to write the state after `step`, and returns when it is copied.
+
+        Waits for the checkpoint before, if it is still being written, and returns what became of that; see `wait`.
+        """
+        before = self.wait()
+        if self._rank == 0:
+            self._folder.drop(step)
         dist.barrier(self._group)
-        state = _copied(_state(trainer, step))
-        written = dcp.async_save(state, checkpoint_id=str(target), process_group=self._group)
-        assert isinstance(written, Future)
-        self._pending = (step, written)
+        target = str(self._folder.unfinished(step))
+        parts = dcp.async_save(_state(trainer, step), checkpoint_id=target, process_group=self._group)
+        assert isinstance(parts, Future)
+        reward = fmean(self._rewards.values()) if self._rewards else None
+        self._pending = (step, self._thread.submit(self._finish, step, reward, parts))
         self.last_step = step
+        return before
 
-    def poll(self) -> Done | None:
-        """Makes the checkpoint that is being written final if it is on disk by now; never waits."""
+    def poll(self) -> Written | None:
+        """What became of the checkpoint that is being written, if that is decided by now; never waits."""
         return self.wait() if self._pending is not None and self._pending[1].done() else None
 
-    def wait(self) -> Done | None:
-        """Waits for the checkpoint that is being written, if there is one, and makes it final.
+    def wait(self) -> Written | None:
+        """Waits for the checkpoint that is being written, if there is one.
+
+        One that could not be written is no error: training goes on with the checkpoint before, until the next.
 
         Raises:
             TimeoutError: it took longer than `checkpoint.timeout_s`.
-            CheckpointBroken: it could not be written.
+            CheckpointBroken: rank 0: it is the third in a row that could not be written.
         """
         if self._pending is None:
             return None
-        step, written = self._pending
-        self._pending = None
-        final = self._path(step)
-        try:
-            written.result(timeout=self._settings.timeout_s)
-        except TimeoutError as error:
-            limit = self._settings.timeout_s
+        (step, writing), self._pending = self._pending, None
+        path = self._folder.path(step)
+        if not futures.wait([writing], self._limit_s).done:
             raise TimeoutError(
-                f"checkpoint {final} was not written within checkpoint.timeout_s = {limit:g} s"
-            ) from error
-        except (CheckpointException, OSError, RuntimeError) as error:
-            raise CheckpointBroken(f"checkpoint {final} could not be written: {error}") from error
-        if dist.get_rank() == 0:
-            shutil.rmtree(final, ignore_errors=True)
-            final.with_suffix(".tmp").rename(final)
-            for _, old in self._complete()[: -self._settings.keep]:
-                shutil.rmtree(old)
-        return Done(step, final)
+                f"learner-{self._rank} waited for its writer thread: checkpoint {path} was not on disk within "
+                f"checkpoint.timeout_s = {self._limit_s:g} s; is the disk slow, or gone? Raise the limit, or "
+                "checkpoint.every, and resume the run"
+            )
+        error = writing.exception()
+        if error is None:
+            self._failures = 0
+            self._rewards = {at: reward for at, reward in self._rewards.items() if at > step}
+            return Written(step, path, writing.result())
+        if not isinstance(error, (CheckpointException, OSError)):
+            raise error  # Not the disk's fault, for example a rank that is gone.
+        return self._failed(step, path, _reason(error))
+
+    def complete(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        return self._folder.complete()
 
     def load_latest(self, trainer: Trainer, at_most: int | None = None) -> int:
-        """Loads the newest complete checkpoint into the trainer and returns its step; 0 if there is none.
+        """Loads the newest sound checkpoint into the trainer and returns its step; 0 if there is none.
 
-        `at_most` is the last step that the journal knows: a checkpoint beyond it (hub and learner died together,
-        before the step's report was durable) is passed over, and written anew when training comes there again.
+        Args:
+            trainer: whose tensors are overwritten.
+            at_most: the last step that the journal knows. A checkpoint beyond it (a power cut took the journal's
+                last commits) is passed over, and written anew when training comes there again.
 
         Raises:
-            CheckpointBroken: it cannot be read, or is of another model.
+            CheckpointBroken: it is sound, but of another model.
+            OSError: the folder cannot be read.
+            TimeoutError: rank 0 did not say in time which one is to be loaded.
         """
-        dist.barrier(self._group)  # nobody looks before rank 0 of an earlier call has renamed
-        found = [done for done in self._complete() if at_most is None or done.step <= at_most]
-        if not found:
+        step = self._agree(at_most)
+        if step == 0:
             return 0
-        step, path = found[-1]
         state = _state(trainer, step)
-        try:
-            dcp.load(state, checkpoint_id=str(path), process_group=self._group)
-        except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointBroken(
-                f"checkpoint {path} cannot be loaded: {error}. It may be damaged or of another model.path; "
-                f"delete that folder to resume from the one before ({max(0, len(found) - 1)} left)"
-            ) from error
-        if int(state["step"]) != step:
-            raise CheckpointBroken(f"checkpoint {path} holds step {int(state['step'])}; was it renamed?")
+        self._read(state, step)
         torch.set_rng_state(state["rng"])
         trainer.step = self.last_step = step
         return step
 
-    def _path(self, step: int) -> Path:
-        return self._folder / f"step_{step:06d}"
+    def tensors(self, trainer: Trainer, step: int) -> dict[str, Tensor]:
+        """What a complete checkpoint holds of `trainer.state()`, beside the live tensors. Collective.
 
-    def _complete(self) -> list[Done]:
-        """Complete checkpoints, oldest first."""
-        if not self._folder.is_dir():
-            return []
-        named = ((NAME.fullmatch(path.name), path) for path in self._folder.iterdir())
-        return sorted(Done(int(match[1]), path) for match, path in named if match)
+        Raises:
+            CheckpointBroken: it cannot be read, or is of another model.
+        """
+        held = {name: torch.empty_like(tensor) for name, tensor in trainer.state().items()}
+        self._read(held, step)
+        return held
+
+    def tidy(self) -> None:
+        """Rank 0, after `load_latest`: clears away the halves of a crash, and sets aside what was passed over."""
+        self._folder.tidy(self.passed_over)
+
+    # ---- writing ----
+
+    def _finish(self, step: int, reward: float | None, parts: Future[object]) -> list[int]:
+        """In the writer thread: makes the checkpoint complete once its parts are on disk."""
+        parts.result()
+        return [] if self._rank else self._folder.finish(step, reward)
+
+    def _failed(self, step: int, path: Path, reason: str) -> Written:
+        self.last_step = -1
+        if self._rank == 0:
+            self._folder.drop(step)
+            self._failures += 1
+        if self._failures == MOST_FAILURES:
+            raise CheckpointBroken(
+                f"checkpoint {path} could not be written, the {MOST_FAILURES}rd in a row: {reason}. Complete are "
+                f"steps {self.complete()}; free some space, then resume the run"
+            )
+        return Written(step, path, self.complete(), reason)
+
+    # ---- reading ----
+
+    def _read(self, state: dict[str, Tensor], step: int) -> None:
+        """Overwrites the tensors with a checkpoint's."""
+        try:
+            dcp.load(state, checkpoint_id=str(self._folder.path(step)), process_group=self._group)
+        except (CheckpointException, OSError) as error:  # What else there is comes of a rank that is gone.
+            raise CheckpointBroken(
+                f"checkpoint {self._folder.path(step)} is whole, for its checksums fit, but cannot be loaded: "
+                f"{_reason(error)}. Is it of another model.path?"
+            ) from error
+
+    def _agree(self, at_most: int | None) -> int:
+        """The step to load on all ranks: rank 0 looks, the others are told."""
+        chosen, broken = torch.tensor(-1), None
+        if self._rank == 0:
+            try:
+                step, self.passed_over = self._folder.newest_sound(at_most)
+                chosen.fill_(step)
+            except OSError as error:
+                broken = error  # Raised below: the other ranks must be told before this one leaves.
+        began = time.monotonic()
+        try:
+            dist.broadcast(chosen, 0, group=self._group)
+        except RuntimeError as error:
+            if time.monotonic() - began < self._limit_s:
+                raise  # Rank 0 is gone, not slow: all ranks start again.
+            raise TimeoutError(
+                f"learner-{self._rank} waited for rank 0 to say which checkpoint is sound: no answer within "
+                f"checkpoint.timeout_s = {self._limit_s:g} s"
+            ) from error
+        if broken is not None:
+            raise broken
+        if int(chosen) < 0:
+            raise CheckpointBroken(f"learner-{self._rank}: rank 0 could not look for one; its log says why")
+        return int(chosen)
 
 
 def _state(trainer: Trainer, step: int) -> dict[str, Tensor]:
@@ -145,7 +231,9 @@ def _state(trainer: Trainer, step: int) -> dict[str, Tensor]:
     return trainer.state() | {"step": torch.tensor(step), "rng": torch.get_rng_state()}
 
 
-def _copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """CPU copies: the writer must not see what later steps do to the live tensors."""
-    with torch.no_grad():
-        return {name: value.detach().clone().cpu() for name, value in state.items()}
+def _reason(error: BaseException) -> str:
+    """The first rank's own error; torch's text holds its whole traceback."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {cause}"
+    return str(error)

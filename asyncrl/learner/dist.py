@@ -29,16 +29,19 @@ class Ranks:
     device: torch.device
 
 
-def init(device: str, threads: int = 1, timeout_s: float = TIMEOUT_S) -> Ranks:
+def init(device: str, threads: int = 1, timeout_s: float = TIMEOUT_S, deterministic: bool = False) -> Ranks:
     """Joins the learner's ranks: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
 
-    Without RANK this process is a group of its own, and no port is opened.
+    Without RANK this process is a group of its own, and no port is opened. `deterministic`: PyTorch refuses
+    operations whose result may differ between two calls. Gloo adds the ranks' parts in an order that only their
+    number decides.
 
     Raises:
         ValueError: a variable is missing.
         torch.distributed.DistError: the other ranks did not come within `timeout_s`.
     """
     torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
     if "RANK" not in os.environ:
         return _alone(device, timeout_s)
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]

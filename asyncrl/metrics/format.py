@@ -41,8 +41,9 @@ def sparkline(values: Sequence[float], width: int, low: float | None = None, hig
     means = [sum(values[left:right]) / (right - left) for left, right in itertools.pairwise(edges)]
     low = min(means) if low is None else low
     high = max(means) if high is None else high
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round(min(max(mean - low, 0.0), high - low) * scale)] for mean in means)
+    # Divided before it is scaled: the inverse of a range near the smallest number is infinite.
+    shares = [min(max(mean - low, 0.0), high - low) / (high - low) if high > low else 0.0 for mean in means]
+    return "".join(_BLOCKS[round(share * (len(_BLOCKS) - 1))] for share in shares)
 
 
 def bar(share: float, width: int) -> str:

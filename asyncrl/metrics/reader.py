@@ -8,7 +8,9 @@ trackers' tail and the command line.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,6 +85,28 @@ class EpisodeRow:
     reward functions and model."""
 
 
+def learned(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Of a step's recorded metrics those that follow from batch and weights alone, under the learner's own names.
+
+    Left out are times (`*_s`), and what the hub adds: means over the episodes that happened to end before it.
+    """
+    hubs = ("reward", "turns", "episodes_ended", "reward_batch")
+    kept = {k: v for k, v in metrics.items() if not (k in hubs or k.startswith("env/") or k.endswith("_s"))}
+    return kept | ({"reward": metrics["reward_batch"]} if "reward_batch" in metrics else {})
+
+
+def read_only(path: Path) -> sqlite3.Connection:
+    """A connection to a journal that only reads.
+
+    On a disk that cannot be written SQLite cannot make the files by which readers and writer agree; where there is
+    no log to be read either, nobody writes, and the file is taken as it is.
+    """
+    log = path.with_name(path.name + "-wal")
+    still = not os.access(path.parent, os.W_OK) and not (log.is_file() and log.stat().st_size)
+    uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if still else ''}"
+    return sqlite3.connect(uri, uri=True, timeout=BUSY_S)
+
+
 class RunReader:
     """A read-only view of one run. Use it from one thread; close it, or use it as a context manager.
 
@@ -95,7 +119,7 @@ class RunReader:
         path = self.run_dir / "run.db"
         if not path.is_file():
             raise RunNotFound(f"no run in {str(run_dir)!r}: {path} does not exist; `asyncrl runs` lists them")
-        self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_S)
+        self._db = read_only(path)
         try:
             schema = self._value("schema")
         except sqlite3.DatabaseError as error:
@@ -219,6 +243,11 @@ class RunReader:
         """Groups admitted."""
         return int(self._one("SELECT COUNT(*) FROM grp"))
 
+    def refused(self) -> int:
+        """Chunks, turns and ends that came too late: their lease had lapsed, and nothing of them was kept."""
+        sql = "SELECT COALESCE(SUM(json_extract(metrics_json, '$.refused')), 0) FROM metric WHERE source = 'hub'"
+        return int(self._one(sql))
+
     def uses(self) -> dict[int, int]:
         """For every episode that was part of a trained batch: of how many."""
         rows = self._db.execute(
@@ -252,7 +281,10 @@ class RunReader:
         return [EpisodeRow(*[*plain, bool(greedy), json.loads(rewards)]) for *plain, greedy, rewards in rows]
 
     def episode_tokens(self, episode_id: int) -> list[tuple[bool, int, bytes]]:
-        """The chunks of an episode in order: (sampled, version, little-endian int32 token ids)."""
+        """The chunks of an episode in order: (sampled, version, little-endian int32 token ids).
+
+        Empty if its tokens were removed to save space (`asyncrl.reclaim`); its row says how many it had.
+        """
         rows = self._db.execute(
             "SELECT sampled, version, tokens FROM chunk WHERE episode_id = ? ORDER BY seq", (episode_id,)
         )

@@ -6,6 +6,7 @@ Called by `asyncrl train` and `asyncrl episodes`.
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -50,6 +51,8 @@ def run_summary(run_dir: str | Path) -> str:
             *_per_episode(steps),
             ("token lag", histogram(reader.lag_histogram())),
             ("restarts", reasons(died)),
+            *_repeated(reader),
+            *_late(reader),
             ("run folder", str(run_dir)),
         ]
     model = Path(run_dir) / "model"
@@ -69,12 +72,14 @@ def episodes_summary(run_dir: str | Path) -> str:
         admitted = groups * (group_size + bool(greedy))
         by_state, drops = fold_states(reader.episode_states())
         uses, trained_ids = reader.uses(), reader.episode_ids("trained")
+        late = _late(reader)
     live = {state: by_state.get(state, 0) for state in LIVE_STATES}
     rows = [
         ("admitted", f"{admitted}  ({groups} groups of {group_size}{' and a greedy baseline' if greedy else ''})"),
         ("trained", _trained(by_state, greedy)),
         *[(reason, str(number)) for reason, number in sorted(drops.items())],
         ("live", f"{sum(live.values())}  ({', '.join(f'{n} {state}' for state, n in live.items())})"),
+        *late,
     ]
     problems = find_problems(admitted, by_state, uses, trained_ids, reuse)
     final = by_state.get("trained", 0), sum(drops.values()), sum(live.values())
@@ -133,7 +138,7 @@ def list_episodes(
         columns = ("episode", "group", "task", "state", "reason", "reward", "tokens", "versions")
         table = Table(*columns, *(["text"] if chat else []), box=None, header_style="bold")
         for row in found:
-            text = [_text_of(reader, row.episode_id, chat)] if chat else []
+            text = [_text_of(reader, row, chat)] if chat else []
             table.add_row(*_cells(row), *text)
         return as_text(table)
 
@@ -152,6 +157,25 @@ def _per_episode(steps: Sequence[StepRow]) -> list[tuple[str, str]]:
         first, last = (sum(m.get(name, 0.0) for m in part) / max(1, len(part)) for part in ends)
         told.append(f"{name.removeprefix('env/')} {first:.2f} → {last:.2f}")
     return [("an episode", ", ".join(told))]
+
+
+def _late(reader: RunReader) -> list[tuple[str, str]]:
+    """What generators sent after they had lost its lease; nothing if there was none."""
+    refused = reader.refused()
+    return [("late", f"{refused} messages of lapsed leases, refused")] if refused else []
+
+
+def _repeated(reader: RunReader) -> list[tuple[str, str]]:
+    """Steps that were trained again after a restart and gave another result; nothing if all gave the same."""
+    counts = reader.event_counts()
+    differ = counts.get(("learner", "differs"), 0)
+    if not differ:
+        return []
+    many = differ + counts.get(("learner", "repeated"), 0)
+    events = reader.events(limit=-1)
+    first = min(json.loads(event.detail)["step"] for event in events if event.what == "differs")
+    text = f"{many} steps after a restart; {differ} of them DIFFER from the record, the first is step {first}"
+    return [("repeated", text)]
 
 
 def _reward_text(rewards: list[float]) -> str:
@@ -197,10 +221,12 @@ def _chat_of(reader: RunReader) -> ChatFormat | None:
     return ChatFormat(path)
 
 
-def _text_of(reader: RunReader, episode_id: int, chat: ChatFormat) -> str:
+def _text_of(reader: RunReader, row: EpisodeRow, chat: ChatFormat) -> str:
     """Prompt and completion, shortened to their last characters, where the answer is."""
     ids = array("i")
-    for _, _, tokens in reader.episode_tokens(episode_id):
+    for _, _, tokens in reader.episode_tokens(row.episode_id):
         ids.frombytes(tokens)
+    if len(ids) < row.length:
+        return "(reclaimed)"
     text = repr(chat.decode(ids))[1:-1]
     return text if len(text) <= TEXT_CHARS else "…" + text[-TEXT_CHARS + 1 :]

@@ -9,6 +9,7 @@ run. Called by `asyncrl train`.
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -53,11 +54,14 @@ class Watcher:
         self._thread.join(JOIN_S)
 
     def _run(self) -> None:
-        with RunReader(self._run_dir) as reader:
-            feed = Feed(reader)
-            tail = Tail(reader, open_trackers(self._config, self._run_dir))
-            (self._lines if self._plain else self._live)(feed, tail)
-            tail.finish()
+        try:
+            with RunReader(self._run_dir) as reader:
+                feed = Feed(reader)
+                tail = Tail(reader, open_trackers(self._config, self._run_dir))
+                (self._lines if self._plain else self._live)(feed, tail)
+                tail.finish()
+        except sqlite3.Error as error:  # The fault boundary of a damaged journal: the hub says what then.
+            print(f"the view of the run ends here: run.db cannot be read: {error}", flush=True)
 
     def _live(self, feed: Feed, tail: Tail) -> None:
         console = Console()

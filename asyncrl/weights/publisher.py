@@ -2,15 +2,15 @@
 
 It decides nothing (the hub's roster does) and gathers nothing: the learner's ranks walk `trainer.weights()`
 together, and rank 0 walks it through `Publisher.offer`. All that blocks happens in the publisher's thread, and a
-broadcast, which may never end, in a daemon thread of its own for which that one waits.
+broadcast, which may never end, in a daemon thread of its own, which that one watches.
 
     learner's main thread            ┊ publisher thread
     offer(version, weights)          ┊
-      copies into the spare snapshot ┊  poller: ◀─ wake-up (inproc PAIR)  ◀─ hub (DEALER) ◀─ handshake monitor
+      copies into the spare snapshot ┊  poller: ◀─ wake-up (inproc PAIR)  ◀─ hub (Client)  ◀─ a broadcast has ended
       spare becomes *pending* ─wake──▶  pending becomes *serving* ──Offer──▶ hub
-                                     ┊  ◀──Go([]) nobody needs it │ Go(members) ──▶ build group, broadcast
+                                     ┊  ◀──Go([]) nobody needs it │ Go(members) ──▶ a broadcast begins
                                      ┊  ──Sent, TransferFailed──▶ hub; then the pending one, if there is one
-                                     ┊  ◀──Resync: Offer of the serving snapshot once more
+                                     ┊  ◀──Resync: a broadcast at work is given up; Offer once more
 
 With `weights.backend = shm` there is no group and nothing to broadcast: the Offer says where the snapshot lies,
 the members copy it themselves, and Sent follows Go at once.
@@ -24,7 +24,8 @@ still copy a snapshot that is needed for a newer version: the checksums tell it,
 |--------------------------|------------------|--------------------------------------------------------------|
 | Go after an Offer        | publisher thread | `weights.timeout_s`, then Hello and Offer again (idempotent) |
 | a group, a broadcast     | a thread of its  | `weights.timeout_s` each; where the backend does not keep it |
-|                          | own, a daemon    | (NCCL's first broadcast) `roster.transfer_limit_s` for all   |
+|                          | own, a daemon    | (NCCL's first broadcast) `roster.transfer_limit_s` for all;  |
+|                          |                  | the hub's Resync, when a member's link is away               |
 | the last offer's answer  | close()          | its argument                                                 |
 """
 
@@ -32,17 +33,20 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import closing, suppress
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import zmq
 from torch.distributed import TCPStore
 
+from asyncrl import keys
 from asyncrl.config import Config
 from asyncrl.messages import Go, Hello, Message, Offer, Refused, Rehello, Resync, Sent, TransferFailed
 from asyncrl.roster import PUBLISHER, transfer_limit_s
@@ -142,8 +146,73 @@ class _Shelf:
             return self._serving
 
 
+class _Broadcast:
+    """One broadcast in a daemon thread, which is left behind with its group when nothing else ends it."""
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        held: Group | None,
+        store: TCPStore,
+        serving: Snapshot,
+        device: int | None,
+        ended: Callable[[], object],
+    ) -> None:
+        """Begins. `held`: the last group, used again if it fits. `ended` is called in the thread, at its end."""
+        self.spec, self.version = spec, serving.version
+        self.nbytes = serving.nbytes
+        self.started = time.monotonic()
+        self._limit_s = transfer_limit_s(spec.timeout_s, len(serving.buckets))
+        self._done: Future[tuple[Group, float]] = Future()
+        self._done.add_done_callback(lambda _: ended())
+        self._arguments = (held, store, serving, device)
+        name = f"broadcast-{spec.epoch}-{self.version}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    @property
+    def deadline(self) -> float:
+        """Monotonic time at which it is left behind."""
+        return self.started + self._limit_s
+
+    def is_over(self) -> bool:
+        """Whether `result` does not wait."""
+        return self._done.done() or time.monotonic() >= self.deadline
+
+    def result(self) -> tuple[Group, float]:
+        """The group, for the next broadcast, and the seconds that this one took.
+
+        Raises:
+            GroupError: a member is gone or too slow.
+        """
+        try:
+            return self._done.result(0)
+        except TimeoutError as error:
+            members = ", ".join(self.spec.members)
+            raise GroupError(
+                f"{self.spec.backend} broadcast of version {self.version} to {members} did not end within "
+                f"{self._limit_s:g} s and was given up; lower weights.timeout_s if that is too long"
+            ) from error
+
+    def _run(self) -> None:
+        group, store, serving, device = self._arguments
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # A thread starts with the first one.
+            if group is None or group.spec != self.spec:
+                if group is not None:
+                    group.close()
+                group = None
+                # A store serves one thread at a time, and one that was left behind may still wait for a member.
+                own: Any = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not know it.
+                group = Group(self.spec, own)
+            send(group, serving)
+            self._done.set_result((group, time.monotonic() - self.started))
+        except BaseException as error:
+            self._done.set_exception(error)
+
+
 class _Sender:
-    """The publisher's thread: one loop over three sockets, which waits for every broadcast."""
+    """The publisher's thread: one loop over the sockets that wake it."""
 
     def __init__(self, config: Config, hub: str, wake: str, shelf: _Shelf) -> None:
         self.error: BaseException | None = None
@@ -157,9 +226,13 @@ class _Sender:
         self._host = local_address(hub_url.hostname or "127.0.0.1", hub_url.port or 1)
         self._store = open_store(self._host, self._timeout_s) if self._backend != "shm" else None
         self._group: Group | None = None
+        self._broadcast: _Broadcast | None = None
+        self._bell, self._rope = socket.socketpair()
         self._serving: Snapshot | None = None
         self._asked_at: float | None = None
         """When the offer was sent that waits for its Go; None: no offer waits."""
+        self._unheard = False
+        """The hub has been greeted, and whatever it was offered before may be lost."""
         self._closing = False
         # Bound before the thread starts, so that no wake-up is lost; last, so that no failure leaves it open.
         self._wake: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
@@ -168,9 +241,12 @@ class _Sender:
     def run(self) -> None:
         """The thread's body; its failure is kept for the main thread."""
         try:
+            name = f"{PUBLISHER}/{self._incarnation}"
             with (
                 closing(self._wake),
-                closing(Client(self._hub, f"{PUBLISHER}/{self._incarnation}")) as self._client,
+                closing(self._bell),
+                closing(self._rope),
+                closing(Client(self._hub, name, self._greet, keys.for_hub(self._hub))) as self._client,
             ):
                 self._loop()
         except BaseException as error:
@@ -180,32 +256,31 @@ class _Sender:
                 self._group.close()
 
     def _loop(self) -> None:
-        # The hub is greeted now and whenever a connection is made, so a restarted hub knows this process at
-        # once. (The first connection may have been made before the monitor could see it.)
-        monitor = self._client.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         poller = zmq.Poller()
-        for socket in (self._wake, monitor, self._client.socket):
-            poller.register(socket, zmq.POLLIN)
-        with closing(monitor):
-            self._greet()
-            while not self._closing or self._asked_at is not None or self._shelf.has_pending():
-                ready = dict(poller.poll(self._wait_ms()))
-                if monitor in ready:
-                    monitor.recv_multipart()
-                    self._greet()
-                if self._wake in ready:
-                    self._closing |= self._wake.recv() == _CLOSE
-                    self._offer_pending()
-                if self._client.socket in ready and (received := self._client.receive(0)):
-                    self._on_message(received[0])
-                if self._asked_at is not None and time.monotonic() - self._asked_at >= self._timeout_s:
-                    self._greet()
-            self._client.socket.disable_monitor()
+        for source in (self._wake, self._bell, *self._client.sources):
+            poller.register(source, zmq.POLLIN)
+        while not self._closing or self._asked_at is not None or self._broadcast or self._shelf.has_pending():
+            ready = dict(poller.poll(self._wait_ms()))
+            if self._bell.fileno() in ready:
+                self._bell.recv(4096)
+            if self._wake in ready:
+                self._closing |= self._wake.recv() == _CLOSE
+                self._offer_pending()
+            if any(source in ready for source in self._client.sources) and (received := self._client.receive(0)):
+                self._on_message(received[0])
+            if self._broadcast is not None and self._broadcast.is_over():
+                self._report(self._broadcast)
+            if self._asked_at is not None and time.monotonic() - self._asked_at >= self._timeout_s:
+                self._greet()
 
     def _wait_ms(self) -> int:
-        """Until the offer has to be repeated; without one any time limit does."""
-        since = self._asked_at if self._asked_at is not None else time.monotonic()
-        return max(0, int(1000 * (since + self._timeout_s - time.monotonic())) + 1)
+        """Until the offer has to be repeated, or a broadcast given up; without either any time limit does."""
+        now = time.monotonic()
+        if self._broadcast is not None:
+            due = self._broadcast.deadline
+        else:
+            due = (now if self._asked_at is None else self._asked_at) + self._timeout_s
+        return max(0, int(1000 * (due - now)) + 1)
 
     def _on_message(self, message: Message) -> None:
         match message:
@@ -213,8 +288,9 @@ class _Sender:
                 self._greet()
             case Go():
                 self._on_go(message)
-                self._offer_pending()
+                self._offer_pending()  # It may be that nothing is sent.
             case Resync():
+                self._broadcast = None  # The hub has given up on it.
                 # An offer that waits for its Go will be answered with whoever is behind by then.
                 if self._asked_at is None:
                     self._offer()
@@ -222,14 +298,18 @@ class _Sender:
                 raise RuntimeError(f"the hub refused the publisher: {reason}")
 
     def _greet(self) -> None:
+        """With every connection, so a hub that was restarted knows this process at once."""
         self._client.send(Hello("publisher", PUBLISHER, self._incarnation, os.getpid()))
-        self._offer()
+        self._unheard = True
+        self._offer_pending()
 
     def _offer_pending(self) -> None:
-        if self._asked_at is None and self._shelf.has_pending():
+        """Offers what the hub may not have heard of, unless it would overwrite what is being sent."""
+        if self._broadcast is None and (self._unheard or (self._asked_at is None and self._shelf.has_pending())):
             self._offer()
 
     def _offer(self) -> None:
+        self._unheard = False
         self._serving = serving = self._shelf.serve()
         if serving is None:
             return
@@ -247,49 +327,27 @@ class _Sender:
         self._asked_at = None
         if not go.members:
             return
-        started = time.perf_counter()
-        if self._store is not None:
-            try:
-                self._broadcast(go, self._store, serving)
-            except GroupError as error:
-                self._group = None
-                self._client.send(TransferFailed(go.epoch, go.version, str(error)))
-                return
-        seconds = time.perf_counter() - started
-        self._client.send(Sent(go.epoch, go.version, seconds, serving.nbytes))
-
-    def _broadcast(self, go: Go, store: TCPStore, serving: Snapshot) -> None:
-        """Sends a snapshot in a thread, which is given up with its group when nothing else ends it.
-
-        Raises:
-            GroupError: a member is gone or too slow.
-        """
-        spec = GroupSpec(self._backend, self._host, store.port, go.epoch, 0, tuple(go.members), self._timeout_s)
+        if self._store is None:
+            self._client.send(Sent(go.epoch, go.version, 0.0, serving.nbytes))
+            return
+        spec = GroupSpec(
+            self._backend, self._host, self._store.port, go.epoch, 0, tuple(go.members), self._timeout_s
+        )
         held, self._group = self._group, None
-        limit_s = transfer_limit_s(self._timeout_s, len(serving.buckets))
-        done: Future[Group] = Future()
+        self._broadcast = _Broadcast(spec, held, self._store, serving, self._device, self._ring)
 
-        def run() -> None:
-            group = held
-            try:
-                if self._device is not None:
-                    torch.cuda.set_device(self._device)  # A thread starts with the first one.
-                if group is None or group.spec != spec:
-                    if group is not None:
-                        group.close()
-                    group = None
-                    group = Group(spec, store)
-                send(group, serving)
-                done.set_result(group)
-            except BaseException as error:
-                done.set_exception(error)
+    def _ring(self) -> None:
+        with suppress(OSError):  # The publisher may have been closed.
+            self._rope.send(b"!")
 
-        threading.Thread(target=run, name=f"broadcast-{go.epoch}-{go.version}", daemon=True).start()
+    def _report(self, broadcast: _Broadcast) -> None:
+        """A broadcast is over: tells the hub how it went, and offers what has come meanwhile."""
+        self._broadcast = None
+        epoch, version = broadcast.spec.epoch, broadcast.version
         try:
-            self._group = done.result(limit_s)
-        except TimeoutError as error:
-            members = ", ".join(go.members)
-            raise GroupError(
-                f"{self._backend} broadcast of version {go.version} to {members} did not end within {limit_s:g} s "
-                "and was given up; lower weights.timeout_s if that is too long"
-            ) from error
+            self._group, seconds = broadcast.result()
+        except GroupError as error:
+            self._client.send(TransferFailed(epoch, version, str(error)))
+        else:
+            self._client.send(Sent(epoch, version, seconds, broadcast.nbytes))
+        self._offer_pending()

@@ -148,7 +148,10 @@ class Receiver:
             async with asyncio.timeout(limit_s):
                 return await transfer.outcome
         except TimeoutError:
-            raise TimeoutError(f"the transfer thread did not end within {limit_s:g} s") from None
+            raise TimeoutError(
+                f"waited {limit_s:g} s (from weights.timeout_s = {self._timeout_s:g}) for version "
+                f"{prepare.version} from the publisher; the transfer is given up, a new group is made"
+            ) from None
         finally:
             self._transfer = None
             if transfer.ended:

@@ -166,7 +166,7 @@ class Hub(threading.Thread):
     def run(self) -> None:
         """Serves for ever."""
         from asyncrl.messages import decode, encode
-        from asyncrl.roster import Send
+        from asyncrl.rounds import Send
 
         peers: dict[str, bytes] = {}
         while True:

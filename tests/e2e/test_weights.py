@@ -131,7 +131,7 @@ def test_a_broadcast_that_never_completes_is_given_up_and_the_next_one_works(sta
 def test_a_generator_stopped_in_a_broadcast_is_left_out_and_rejoins(start, account, applied) -> None:
     run = start(
         "--weights.timeout_s", "3", "--weights.bucket_mb", "0.05", "--hub.lease_s", "3", "--steps", "30",
-        fault=STOPS_ITSELF,
+        "--supervise.hang_s", "120", fault=STOPS_ITSELF,
     )  # fmt: skip
     run.wait_for_step(1)
     pid = run.pid("generator-1")
@@ -142,7 +142,7 @@ def test_a_generator_stopped_in_a_broadcast_is_left_out_and_rejoins(start, accou
     assert _state(pid) == "T", "training waited for it"
     with run.reader() as reader:
         during = applied(reader)
-        assert any("generator-1 (silent)" in detail for detail in _details(reader, "transfer_failed"))
+        assert any("generator-1 (away)" in detail for detail in _details(reader, "transfer_failed"))
     assert during.get("generator-1") == before.get("generator-1")
     newest = max(during["generator-0"])
     # The stop may come before generator-0 has told of any version.

@@ -39,6 +39,12 @@ async def test_what_is_not_acked_is_sent_again_in_order_and_then_forgotten() -> 
     for seq in range(3):
         outbox.chunk(Chunk(1, 1, seq, 1, 0, True), [seq], [-1.0])
         await asyncio.sleep(0)
+    outbox.end(EpisodeEnd(7, 7, 4, "completed", 1.0, 1))
+    assert outbox.ending() == [7]
+    await asyncio.sleep(0)
+    assert outbox.ending() == [7]
+    outbox.acked(3)
+    assert outbox.ending() == []
     outbox.acked(1)
     wire.sent.clear()
     outbox.resend()
@@ -47,14 +53,3 @@ async def test_what_is_not_acked_is_sent_again_in_order_and_then_forgotten() -> 
     outbox.acked(2)
     assert outbox.unacked == 0
     assert await outbox.drained(1.0)
-
-
-async def test_only_overdue_messages_are_sent_again_when_asked_for_those() -> None:
-    wire = Wire()
-    outbox = Outbox(wire)
-    outbox.chunk(Chunk(1, 1, 0, 1, 0, True), [1], [-1.0])
-    await asyncio.sleep(0)
-    wire.sent.clear()
-    outbox.resend(older_than=asyncio.get_running_loop().time() - 10)
-    assert not wire.sent
-    assert not await outbox.drained(0.01)

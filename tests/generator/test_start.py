@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
-from asyncrl.config import Config, Reward
+from asyncrl.config import Config, Hub, Reward
 from asyncrl.generator import process
 from asyncrl.generator.engines.base import EngineStats
 from asyncrl.generator.process import GeneratorProcess
@@ -113,3 +113,16 @@ async def test_a_generator_that_waits_for_the_scorer_can_be_stopped(engine: Engi
     assert await run == 0
     assert not hub.asked_for_work
     hub.socket.close()
+
+
+async def test_a_generator_whose_hub_is_gone_for_good_gives_up_and_says_so(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(process, "HUB_GONE_S", 0.2)
+    hub = FakeHub(Config(hub=Hub(heartbeat_s=0.05)))
+    run = asyncio.create_task(GeneratorProcess(hub.address, "generator-0").run(300))
+    await _until(lambda: hub.asked_for_work)
+    hub.socket.close()
+    assert await run == 1
+    assert f"the hub at {hub.address} has been gone for 0.2 s; giving up" in capsys.readouterr().out
+    assert engine.closed

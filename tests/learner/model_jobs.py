@@ -13,12 +13,14 @@ from torch.distributed.tensor import DTensor
 from asyncrl.config import Config
 from asyncrl.learner import model
 from asyncrl.learner.critic import Critic
+from asyncrl.learner.digest import digest as fingerprint
 from asyncrl.learner.dist import sum_over_ranks
 from asyncrl.learner.full_kl import FullKl
 from asyncrl.learner.process_reward import ProcessReward
 from asyncrl.learner.reference import Reference
 from asyncrl.learner.rows import build, read
 from asyncrl.learner.trained import Trained
+from asyncrl.learner.update import Trainer
 
 
 def rows_of(share, device="cpu"):
@@ -106,6 +108,12 @@ def reference(fixtures, ranks, job):
     found.copy_from(policy)
     sums["after"] = total(lambda row: found.logp(row, temperature))
     return [sums], whole(found.state())
+
+
+def digest(fixtures, ranks, job):
+    """The digest of a learner that has not trained yet: training sums in another order on more ranks."""
+    trainer = Trainer(Config.model_validate(job["config"]), job["model"])
+    return [{"digest": fingerprint(trainer.state())}], {}
 
 
 def full_kl(fixtures, ranks, job):

@@ -22,13 +22,14 @@ from asyncrl.learner.update import Trainer
 
 
 def run(fixtures, ranks, job):
-    """Trains `steps` steps; returns the metrics by step and the weights."""
+    """Trains up to `steps`, after a checkpoint if the job says `load`; returns metrics by step, and weights."""
     config = Config.model_validate(job["config"])
     trainer = Trainer(config, job["model"])
     trainer.self_test()
     checkpointer = Checkpointer(Path(job["folder"]), config.checkpoint)
     metrics = []
-    for step in range(1, job["steps"] + 1):
+    start = checkpointer.load_latest(trainer) if job.get("load") else 0
+    for step in range(start + 1, job["steps"] + 1):
         batch, tokens, logprobs = fixtures.Batches().share(step, ranks.world_size, ranks.rank)
         if step == job.get("poison") and ranks.rank == ranks.world_size - 1:
             logprobs = logprobs * float("nan")
@@ -49,6 +50,7 @@ def main(out, jobs):
     ranks = dist.init("cpu", timeout_s=60)
     kinds = {"policy": run, "critic": model_jobs.critic, "process": model_jobs.process}
     kinds |= {"reference": model_jobs.reference, "full_kl": model_jobs.full_kl}
+    kinds |= {"digest": model_jobs.digest}
     results = [kinds[job.get("kind", "policy")](fixtures, ranks, job) for job in jobs]
     if ranks.rank == 0:
         Path(out, "metrics.json").write_text(json.dumps([metrics for metrics, _ in results]))

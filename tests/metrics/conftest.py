@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config
+from asyncrl.records import checksum
 from asyncrl.schema import SCHEMA_VERSION, TABLES
 
 START = 1_000_000.0
@@ -63,13 +64,13 @@ class RunWriter:
 
     def chunk(self, episode_id: int, seq: int, tokens: list[int], sampled: bool) -> None:
         blob = array("i", tokens).tobytes()
-        row = (episode_id, seq, len(tokens), 2, int(sampled), 0, blob, b"")
-        self.db.execute("INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+        row = (episode_id, seq, len(tokens), 2, int(sampled), 0, blob, b"", checksum(blob, b""))
+        self.db.execute("INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     def step(self, step: int, episodes: list[int], **metrics: float) -> None:
         self.seal(step, episodes)
         values = (step, step, START + 2.0 * step, json.dumps(metrics))
-        self.db.execute("INSERT OR REPLACE INTO step VALUES (?, ?, ?, ?)", values)
+        self.db.execute("INSERT OR REPLACE INTO step VALUES (?, ?, ?, ?, '')", values)
 
     def seal(self, step: int, episodes: list[int]) -> None:
         values = (step, "[]", json.dumps(episodes), "[]", 0, START)

@@ -123,5 +123,5 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
 def test_a_journal_of_another_schema_is_refused(new_run) -> None:
     run = new_run()
     run.set("schema", 99)
-    with pytest.raises(RunNotFound, match="schema version 99, this asyncrl reads 3"):
+    with pytest.raises(RunNotFound, match="schema version 99, this asyncrl reads 4"):
         RunReader(run.run_dir)

@@ -36,7 +36,8 @@ from asyncrl.messages import (
     decode,
     encode,
 )
-from asyncrl.roster import Roster, Send
+from asyncrl.roster import Roster
+from asyncrl.rounds import Send
 from asyncrl.weights.publisher import Publisher
 
 MEMBER = Path(__file__).with_name("member.py")
@@ -60,6 +61,8 @@ class HubThread(threading.Thread):
         self.roster = Roster(config, 0)
         self.log: queue.Queue[Any] = queue.Queue()
         self.refuse_publisher = False
+        self.away: set[str] = set()
+        """Members whose heartbeats do not arrive."""
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.ROUTER_HANDOVER, 1)
@@ -78,13 +81,15 @@ class HubThread(threading.Thread):
     def run(self) -> None:
         while True:
             due = self.roster.next_deadline()
-            wait_s = 60.0 if due is None else max(0.0, due - time.time())
+            wait_s = 0.5 if due is None else max(0.0, min(0.5, due - time.time()))
             if self._socket.poll(int(1000 * wait_s) + 1):
                 peer, header = self._socket.recv_multipart()
                 message = decode(header)
                 if isinstance(message, Shutdown):
                     break
                 self._on_message(peer, message, time.time())
+            for name in self._peers.keys() - self.away:
+                self.roster.heard(name, time.time())  # Members here have no heartbeat of their own.
             self.roster.expire(time.time())
             for effect in self.roster.take_effects():
                 self.log.put(effect)

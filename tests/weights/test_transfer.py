@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from asyncrl.messages import Applied, Hello, Prepare, ProcessEvent, Sent, TransferFailed
-from asyncrl.roster import Note, Published, Restart, Send, Skipped
+from asyncrl.rounds import Note, Published, Restart, Send, Skipped
 from asyncrl.weights import publisher as publisher_module
 from asyncrl.weights.buckets import Snapshot
 
@@ -261,6 +261,33 @@ def test_a_broadcast_that_never_ends_is_given_up_and_the_next_version_is_sent(
         site.wait(lambda entry: entry == ("stdout", "a"))
     assert site.told["a"][-1]["digest"] == digest_of(make_weights(2))
     assert all(thread.is_alive() for thread in stuck), "it was not stuck"
+    go_on.set()
+
+
+def test_a_broadcast_that_hangs_on_a_member_that_is_away_is_given_up_long_before_its_time_limit(
+    make_site, make_weights, digest_of, monkeypatch
+) -> None:
+    stuck, go_on = [], threading.Event()
+
+    def send(group, snapshot) -> None:
+        if not stuck:
+            stuck.append(threading.current_thread())
+            go_on.wait(60)
+        send_really(group, snapshot)
+
+    send_really = publisher_module.send
+    monkeypatch.setattr(publisher_module, "send", send)
+    site = make_site(timeout_s=60.0)
+    site.start("a", "b")
+    site.hub.away = {"b"}
+    site.publisher.offer(1, make_weights(1))
+    assert "a (silent); b (away); publisher (silent)" in site.wait_effect(Note).detail
+    assert site.wait_told("a", 3)[2]["digest"] == digest_of(make_weights(1)), "Ready twice, then Applied"
+    assert stuck[0].is_alive()
+    site.hub.away = set()
+    while site.told["b"][-1]["sent"] != "Applied":
+        site.wait(lambda entry: entry == ("stdout", "b"))
+    assert site.told["b"][-1]["digest"] == digest_of(make_weights(1))
     go_on.set()
 
 

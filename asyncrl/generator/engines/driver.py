@@ -151,7 +151,7 @@ class EngineDriver:
         await asyncio.to_thread(self._thread.join, timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(
-                f"the engine's thread did not end within {timeout_s} s: a step hangs; end the process"
+                f"the engine's thread did not end within {timeout_s:g} s: a step hangs; it is left behind"
             )
         self._die(EngineDead("the engine was closed"))
 
@@ -185,7 +185,8 @@ class EngineDriver:
                     return await wait()
             except TimeoutError:
                 if beats == self._beats:
-                    silent = f"the engine's thread has been silent for {self._stall_s} s; restart it"
+                    limit = f"{self._stall_s:g} s (generator.stall_s)"
+                    silent = f"the engine's thread has been silent for {limit} while requests wait; restart it"
                     raise self._die(EngineDead(silent)) from None
 
     def _answer(self, results: list[_Result]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -185,11 +186,12 @@ def _open_transformers(
     import torch
 
     from asyncrl.generator.engines.driver import EngineDriver
+    from asyncrl.generator.engines.invariant import InvariantEngine
     from asyncrl.generator.engines.transformers import TransformersEngine
 
     settings = config.generator
     torch.set_num_threads(settings.threads)
-    engine = TransformersEngine(
+    engine = (InvariantEngine if config.run.deterministic else TransformersEngine)(
         model_path,
         slots=settings.slots,
         max_model_len=settings.max_model_len,
@@ -198,4 +200,5 @@ def _open_transformers(
         flush_tokens=settings.chunk_tokens,
         version=first_version,
     )
-    return EngineDriver(engine, stall_s=settings.stall_s, loop=loop)
+    entered = partial(torch.set_num_threads, settings.threads)
+    return EngineDriver(engine, stall_s=settings.stall_s, loop=loop, entered=entered)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.generator.engines.base import StagedWeights
-from asyncrl.generator.engines.slots import SLOT_ATTENTION, SlotCache, UnsupportedModel
+from asyncrl.generator.engines.slots import SLOT_ATTENTION, Plan, SlotCache, UnsupportedModel
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest accepted difference of logits in the check, in units of their standard deviation."""
@@ -27,6 +27,7 @@ class SlotModel:
     def __init__(self, model: Any, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         """Takes over `model` (or loads the folder it names) and checks it; see `TransformersEngine`."""
         self._model = _take_over(model, dtype, device)
+        self.name = type(self._model).__name__
         config = self._model.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", max_len)
         if max_len > positions:
@@ -39,27 +40,24 @@ class SlotModel:
             self.cache = SlotCache(config, slots, max_len, dtype, device)
         except AttributeError as error:
             raise UnsupportedModel(
-                f"{type(self._model).__name__} cannot run on slots: its configuration describes no attention "
+                f"{self.name} cannot run on slots: its configuration describes no attention "
                 f"({error}); use another engine"
             ) from error
         self._check(dtype, torch.arange(7, 7 + min(6, max_len), device=device) % self.vocab)
 
-    def logits(self, ids: Tensor, positions: Tensor, lengths: list[int], prompts: list[int]) -> Tensor:
+    def logits(self, ids: Tensor, plan: Plan) -> Tensor:
         """One forward of a flat row; fills the cache.
 
         Args:
-            ids: [tokens], int64: one of each decoding row, then whole prompts.
-            positions: [tokens], int64.
-            lengths: see `SlotCache.begin`.
-            prompts: see `SlotCache.begin`.
+            ids: [tokens], int64, in the order of `plan.position`.
+            plan: from `SlotCache.begin` or `begin_whole`, just made.
 
         Returns:
             [rows, vocab], float32: logits after each row's last token.
         """
-        plan = self.cache.begin(lengths, prompts, positions)
         out = self._model(
             input_ids=ids[None],
-            position_ids=positions[None],
+            position_ids=plan.position[None],
             attention_mask=None,
             use_cache=False,
             logits_to_keep=plan.last,
@@ -83,13 +81,13 @@ class SlotModel:
     @torch.inference_mode()
     def _check(self, dtype: torch.dtype, ids: Tensor) -> None:
         """Compares a short prefill and one decoded token with the model's plain forward; else raises."""
-        name = type(self._model).__name__
+        name = self.name
         steps = torch.arange(len(ids), device=ids.device)
         cut = len(ids) - 1
         try:
-            prefill = self.logits(ids[:cut], steps[:cut], [], [cut])
+            prefill = self.logits(ids[:cut], self.cache.begin([], [cut], steps[:cut]))
             layers = self.cache.running.layers
-            decode = self.logits(ids[cut:], steps[cut:], [len(ids)], [])
+            decode = self.logits(ids[cut:], self.cache.begin([len(ids)], [], steps[cut:]))
         # Whatever a foreign forward raises on slots means that it does not run on them.
         except (UnsupportedModel, TypeError, AttributeError, RuntimeError) as error:
             raise UnsupportedModel(f"{name} cannot run on slots: {error}; use another engine") from error

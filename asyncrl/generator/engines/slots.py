@@ -155,6 +155,17 @@ class SlotCache:
         self.plan = Plan(slot, positions, decode, prefill, last)
         return self.plan
 
+    def begin_whole(self, positions: Tensor) -> Plan:
+        """Plans a forward of one token for every slot, over all `max_len` positions: of one shape, whatever runs.
+
+        Args:
+            positions: [slots] position of each slot's token.
+        """
+        self.reserve(self.max_len)
+        rows = _Decode(0, len(positions), self.max_len, self._mask(positions, self.max_len))
+        self.plan = Plan(self._steps[: len(positions)], positions, [rows], [], 0)
+        return self.plan
+
     def _mask(self, positions: Tensor, length: int) -> Tensor:
         """`_Decode.mask` of rows whose newest tokens stand at `positions` [rows]."""
         future = self._steps[:length] > positions[:, None]

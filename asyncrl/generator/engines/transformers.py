@@ -157,15 +157,19 @@ class TransformersEngine:
     @torch.inference_mode()
     def step(self) -> list[tuple[str, Delta]]:
         """Refills free slots, decodes one token for every live row, and returns the deltas that are due."""
+        self._advance()
+        self._flushing = False
+        due, self._due = self._due, []
+        return due
+
+    def _advance(self) -> None:
+        """Gives free slots to requests that wait, and one sampled token to every live row."""
         rows = self._settle()
         prompts = self._admit(self._slots - len(rows))
         if rows or prompts:
             tokens, logprobs = self._forward(rows, prompts)
             self._rows = [*rows, *prompts]
-            self._record(self._rows, tokens, logprobs)
-        self._flushing = False
-        due, self._due = self._due, []
-        return due
+            self._record(range(len(self._rows)), tokens, logprobs)
 
     def _settle(self) -> list[_Row]:
         """Moves the live rows to the first slots, in descending size class; returns them in slot order."""
@@ -202,7 +206,8 @@ class TransformersEngine:
             self._temperatures[low:high] = torch.tensor([row.temperature for row in prompts], device=self._device)
             flat = [[t for row in prompts for t in row.ids], [i for n in lengths for i in range(n)]]
             ids, positions = torch.cat((self._state[:2, :low], torch.tensor(flat, device=self._device)), dim=1)
-        logits = self._model.logits(ids, positions, [len(row.ids) for row in rows], lengths)
+        plan = self._model.cache.begin([len(row.ids) for row in rows], lengths, positions)
+        logits = self._model.logits(ids, plan)
         _, position, key = self._state[:, :high]
         position += 1
         tokens, logprobs = sample(logits, self._temperatures[:high], key, position)
@@ -211,16 +216,16 @@ class TransformersEngine:
         host = torch.stack((tokens, logprobs.double().view(torch.int64))).cpu()
         return host[0].tolist(), host[1].view(torch.float64).tolist()
 
-    def _record(self, rows: Sequence[_Row | None], tokens: list[int], logprobs: list[float]) -> None:
-        """Appends the step's tokens to their rows, ends rows, and collects the deltas that are due."""
-        if not math.isfinite(sum(logprobs)):
-            rid = next(row.rid for row, lp in zip(rows, logprobs, strict=True) if row and not math.isfinite(lp))
-            raise FloatingPointError(
-                f"weights of version {self.version} give log-probs that are not finite (request {rid!r}); "
-                "the weights or the activations overflowed: look at the learner's last steps, or use float32"
-            )
-        for slot, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
+    def _record(self, slots: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Appends a step's tokens to the rows in `slots`, ends rows, and collects the deltas that are due."""
+        for slot, token, logprob in zip(slots, tokens, logprobs, strict=True):
+            row = self._rows[slot]
             assert row is not None
+            if not math.isfinite(logprob):
+                raise FloatingPointError(
+                    f"weights of version {self.version} give log-probs that are not finite (request {row.rid!r}); "
+                    "the weights or the activations overflowed: look at the learner's last steps, or use float32"
+                )
             row.ids.append(token)
             row.logprobs.append(logprob)
             reason = row.finished()

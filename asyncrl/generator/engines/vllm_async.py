@@ -258,7 +258,7 @@ class AsyncVllmEngine:
                 if self._engine.errored:
                     raise self._engine.dead_error
                 if time.monotonic() > until:
-                    raise TimeoutError(f"vLLM has not answered for {self._stall_s:g} s: {what}")
+                    raise TimeoutError(f"vLLM gave no answer for generator.stall_s = {self._stall_s:g} s: {what}")
             return answer.result()
         finally:
             answer.cancel()
@@ -278,7 +278,8 @@ class AsyncVllmEngine:
             elif not self._streams or not self._open.is_set():
                 self._heard = time.monotonic()
             elif time.monotonic() - self._heard > self._stall_s:
-                self._die(TimeoutError(f"vLLM has sampled nothing for {self._stall_s:g} s while requests wait"))
+                limit = f"generator.stall_s = {self._stall_s:g} s"
+                self._die(TimeoutError(f"vLLM has sampled nothing for {limit} while requests wait"))
 
     def _count(self) -> None:
         now, stats = time.monotonic(), self.stats

@@ -116,9 +116,10 @@ def plain() -> Callable[..., torch.Tensor]:
 def engine_of() -> Callable[..., TransformersEngine]:
     """An engine over a copy of a model (default: `make_model()`), four slots."""
 
-    def make(model: Any = None, **options: Any) -> TransformersEngine:
+    def make(model: Any = None, kind: Any = TransformersEngine, **options: Any) -> TransformersEngine:
         options = {"slots": 4, "max_model_len": 128, "flush_tokens": 8} | options
-        return TransformersEngine(copy.deepcopy(model) if model is not None else make_model(), **options)
+        engine: TransformersEngine = kind(copy.deepcopy(model) if model is not None else make_model(), **options)
+        return engine
 
     return make
 
