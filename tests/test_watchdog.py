@@ -26,7 +26,7 @@ watchdog.start("learner-0", folder=Path(sys.argv[1]))
 """
 A_WAIT_THAT_NEVER_ENDS = """
 def collective():
-    time.sleep(60)
+    time.sleep(60)  # The fault.
 with watchdog.waiting("the export", 60):
     with watchdog.waiting("its step 7, collectives included", 0.2, "learner.stall_s"):
         collective()
@@ -35,7 +35,7 @@ A_DEADLOCK = """
 first, second = threading.Lock(), threading.Lock()
 def crossed(one, other):
     with one, watchdog.waiting("the other lock", 0.4):
-        time.sleep(0.1)
+        time.sleep(0.1)  # By then the other thread holds the other lock.
         with other:
             pass
 threading.Thread(target=crossed, args=(first, second), name="forwards").start()
@@ -47,11 +47,11 @@ async def inner():
 async def outer():
     await inner()
 def reads_a_file_without_await():
-    time.sleep(60)
+    time.sleep(60)  # The fault.
 async def main():
     waiting = asyncio.create_task(outer(), name="lease-3")
     with watchdog.serving(0.4, loop=asyncio.get_running_loop()):
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # The loop has shown that it turns.
         reads_a_file_without_await()
 asyncio.run(main())
 """
@@ -60,10 +60,10 @@ async def main():
     with watchdog.serving(0.5, loop=asyncio.get_running_loop()):
         for _ in range(3):
             with watchdog.waiting("a sleep", 0.5):
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.2)  # A wait that ends in time.
         with watchdog.waiting("a task of a slow environment", 60, blocks_loop=True):
-            time.sleep(0.8)
-        await asyncio.sleep(0.2)
+            time.sleep(0.8)  # Longer than the loop may be blocked otherwise.
+        await asyncio.sleep(0.2)  # The watchdog looks once more.
 asyncio.run(main())
 """
 A_STOP_FROM_OUTSIDE = """
@@ -166,7 +166,7 @@ async def main():
         print("serving", file=sys.stderr, flush=True)
         if sys.argv[3] == "in C":
             ctypes.PyDLL(None).sleep(60)  # With the GIL.
-        await asyncio.create_task(asyncio.sleep(60), name="lease-3")
+        await asyncio.create_task(asyncio.sleep(60), name="lease-3")  # It is ended from outside.
 asyncio.run(main())
 """
 
@@ -187,7 +187,7 @@ class Watched:
         async with asyncio.timeout(60):
             while not self.signs.serving:
                 self.signs.silent(0.0)
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.02)  # Signs of another process are read, not awaited.
 
     async def dumped(self) -> str:
         await self.signs.dump("the run is stopped", self.process.pid)
@@ -231,7 +231,7 @@ async def test_a_child_that_hangs_in_c_with_the_gil_still_shows_its_python_stack
     child = Watched(tmp_path, "in C")
     async with asyncio.timeout(60):
         while "serving" not in (tmp_path / "generator-0.log").read_text():
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)  # Another process writes it; there is no event to wait for.
     await asyncio.sleep(0.3)  # The call into C comes right after the text; nothing can be told from within.
     dumped = await child.dumped()
     assert "in main" in dumped

@@ -207,7 +207,7 @@ class _Broadcast:
                 group = Group(self.spec, own)
             send(group, serving)
             self._done.set_result((group, time.monotonic() - self.started))
-        except BaseException as error:
+        except BaseException as error:  # The end of the thread: who waits for it gets the error.
             self._done.set_exception(error)
 
 
@@ -249,7 +249,7 @@ class _Sender:
                 closing(Client(self._hub, name, self._greet, keys.for_hub(self._hub))) as self._client,
             ):
                 self._loop()
-        except BaseException as error:
+        except BaseException as error:  # The end of the thread: `check` raises it in the main one.
             self.error = error
         finally:
             if self._group is not None:

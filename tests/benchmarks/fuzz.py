@@ -334,7 +334,7 @@ async def _probed(probes: dict[str, Probe], stop: Callable[[], bool]) -> dict[st
             began = time.perf_counter()
             await probes[name]()
             taken[name].append(time.perf_counter() - began)
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(PAUSE_S)  # Real messages are few.
 
     await asyncio.gather(*map(one, probes))
     found: dict[str, float] = {}
@@ -391,7 +391,7 @@ async def bench(name: str, count: int, seconds: float, keyed: bool) -> list[dict
             await asyncio.sleep(1.5)  # The hub reports its counters once a second.
             rows[-1]["malformed"] = target.malformed()
             return rows
-        except Exception as error:
+        except Exception as error:  # Whatever it was, the log of the target says more.
             log = (target.folder / "log").read_text()[-2000:]
             raise RuntimeError(f"{name} (exit status {target.process.poll()}) stopped serving: {log}") from error
         finally:

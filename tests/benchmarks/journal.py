@@ -136,7 +136,7 @@ async def with_hub(config: Config, engine: Engine, episodes: int) -> tuple[float
         process._build_world = lambda config, outbox, *_: world_of(config, engine, outbox)
         ended = asyncio.create_task(generator.run(60.0))
         while not generator.began:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.001)  # The generator is as it is: it tells nobody when it begins.
         cpu = time.process_time()
         await generator.over.wait()
         assert await generator._outbox.drained(60.0)

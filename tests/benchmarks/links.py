@@ -53,13 +53,13 @@ def tell(driver):
     with open(os.environ["LINKS_TOLD"], "w", buffering=1) as told:
         while True:
             print(json.dumps([time.time(), driver.stats.sampled_tokens]), file=told)
-            time.sleep(0.25)
+            time.sleep(0.25)  # Four readings a second.
 
 def init(self, engine, *args, **kwargs):
     step, due = engine.step, [0.0]
     def steady():
         due[0] = max(due[0] + {STEP_S}, time.monotonic())
-        time.sleep(max(0.0, due[0] - time.monotonic()))
+        time.sleep(max(0.0, due[0] - time.monotonic()))  # A steady pace, so that the link is what is measured.
         return step()
     engine.step = steady
     begin(self, engine, *args, **kwargs)
@@ -142,7 +142,7 @@ def cut_run(links: Any, folder: Path, model: Path, cut: str, cut_s: float) -> di
         for wanted, wait_s in ((cut, cut_s), ("", AFTER_S + WINDOW_S)):
             link.set(cut=wanted)
             times.append(time.time())
-            time.sleep(wait_s)
+            time.sleep(wait_s)  # Measured time passes.
 
     reader, told = run(links, folder, model, during)
     away, back = times

@@ -94,7 +94,7 @@ async def test_an_interrupted_episode_samples_at_most_one_chunk_again(
         full = INTERRUPTED_AT // chunk_tokens * chunk_tokens
         async with asyncio.timeout(60):
             while journal.sampled < full:
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0.001)  # The engine is another thread; it tells the journal, not us.
         if orderly:
             assert runner.leave()
             ended = asyncio.create_task(driver.abort(None))
