@@ -150,6 +150,7 @@ class Watchdog:
         if self._folder is None and run_dir is not None and run_dir.is_dir():
             self._folder = run_dir / "stacks"
         self._sign, self._loop, self._hang_s = SERVING, loop, hang_s
+        self._tell(self._sign)  # At once: until it is heard, a process that stops has the time of a start.
         if loop is not None:
             self._renew(loop)
         try:

@@ -3,8 +3,10 @@
 import asyncio
 import inspect
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,11 +106,17 @@ def _checkpoint(folder: Path, step: int) -> Path:
     return path
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        # Real runs use all cores and have time limits: one after the other. Elsewhere a file shares its fixtures.
-        together = "runs" if item.get_closest_marker("slow") or "e2e" in item.path.parts else item.path.name
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            # Of the engines' one suite, what shares an open engine.
-            together += str(item.callspec.params.get("engine_case", item.callspec.params.get("mortal_case", "")))
-        item.add_marker(pytest.mark.xdist_group(together))
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What stays together: real runs, for they use all cores and have time limits; elsewhere a file, and in the
+    engines' one suite what an open engine serves, for they share fixtures."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path, _, test = nodeid.partition("::")
+            engine = re.search(r"\[(vllm-async|[a-z]+)(-tied|-untied)?", test)
+            if path.startswith("tests/e2e/") or path == "tests/test_storage.py":
+                return "runs"
+            return f"{path} {engine.group()}" if engine and path.endswith("test_conformance.py") else path
+
+    return Together(config, log)
