@@ -28,7 +28,7 @@ REWARD = "def vowels(completion):\n    return sum(letter in 'aeiouAEIOU012345678
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """Twelve steps; the learner is killed after the sixth, and resumes from the checkpoint of the fourth."""
+    """Twelve steps; the learner is killed after the sixth, and resumes from the fourth if that is written by then."""
     folder = tmp_path_factory.mktemp("replay")
     (folder / "reward.py").write_text(REWARD)
     command = [
@@ -91,8 +91,8 @@ def test_steps_that_a_restarted_learner_repeated_gave_the_same_state(run_dir) ->
     with RunReader(run_dir) as reader:
         repeated = [json.loads(event.detail)["step"] for event in reader.events() if event.what == "repeated"]
         assert not [event for event in reader.events() if event.what == "differs"]
-    assert repeated[0] == 5
-    assert 6 in repeated
+    assert repeated[0] in (1, 5)  # The checkpoint of step 4 may not have been complete yet.
+    assert set(range(repeated[0], 7)) <= set(repeated)
     assert "DIFFER" not in run_summary(run_dir)
 
 
