@@ -28,7 +28,7 @@ REWARD = "def vowels(completion):\n    return sum(letter in 'aeiouAEIOU012345678
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """Twelve steps; the learner is killed after the sixth, and resumes from the fourth if that is written by then."""
+    """Twelve steps; the learner is killed after the sixth and resumes from the fourth, if that is on disk."""
     folder = tmp_path_factory.mktemp("replay")
     (folder / "reward.py").write_text(REWARD)
     command = [
