@@ -23,6 +23,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+GRANTED = "SELECT count(*) FROM lease WHERE generator = 'generator-1'"
 HOLDS = "SELECT count(*) FROM lease WHERE state = 'active' AND generator = 'generator-1'"
 RESUMED = "SELECT count(*) FROM (SELECT episode_id FROM lease GROUP BY episode_id HAVING count(*) > 1)"
 ODD = """
@@ -32,8 +33,9 @@ SELECT count(*) FROM (
 ) WHERE length != n OR chunks != last + 1
 """
 """Trained episodes whose tokens are not one gapless row of chunks, each there once."""
-LONG = ("--sampling.max_tokens", "48", "--generator.chunk_tokens", "2")
-"""Episodes that are likely to be in their middle at any moment."""
+STEPS = 40
+LONG = ("--sampling.max_tokens", "48", "--generator.chunk_tokens", "2", "--steps", str(STEPS))
+"""Episodes that are likely to be in their middle at any moment, and enough of them for the slower generator."""
 
 
 def _gone(pid: int) -> bool:
@@ -51,6 +53,7 @@ def _pids(run) -> set[int]:
 
 def _hold_in_the_middle(run) -> None:
     """Stops generator-1 while it holds leases that are not at their end."""
+    run.wait_for("generator-1 at work", lambda reader: reader._one(GRANTED) > 0)
     for _ in range(40):
         run.kill("generator-1", signal.SIGSTOP)
         time.sleep(0.2)  # What it had sent before reaches the journal.
@@ -86,8 +89,8 @@ def test_killed_processes_lose_no_episode_and_their_episodes_continue_from_their
     run.kill("learner-0")
     assert run.wait() == 0, run.output()
     with run.reader() as reader:
-        account(reader, 12, 20)
-        assert reader._one("SELECT count(*) FROM episode WHERE greedy AND state = 'trained'") == 12 * 4
+        account(reader, STEPS, 20)
+        assert reader._one("SELECT count(*) FROM episode WHERE greedy AND state = 'trained'") == STEPS * 4
         assert reader._one(RESUMED) == reader._one("SELECT count(*) FROM lease WHERE state = 'lapsed'") > 0
         assert reader._one(ODD) == 0
         assert _starts(reader) == {"generator-0": 1, "generator-1": 2, "learner-0": 2}
@@ -107,11 +110,11 @@ def test_what_a_held_generator_sends_after_its_leases_lapsed_is_refused_and_coun
     assert run.wait() == 0, run.output()
     assert all(_gone(pid) for pid in pids)
     with run.reader() as reader:
-        account(reader, 12, 16)
+        account(reader, STEPS, 16)
         assert reader._one(ODD) == 0
         lags = reader.lag_histogram()
         assert sum(count for lag, count in lags.items() if lag > 0) > 0
-        assert max(lags) <= 2 + 1 + 12
+        assert max(lags) <= 2 + 1 + STEPS
         late = f"{reader.refused()} messages of lapsed leases, refused"
     assert late in _summary(run)
     assert late in run.output()
@@ -132,10 +135,10 @@ def test_stopped_processes_and_a_stopped_or_killed_run_go_on_where_they_were(sta
     with run.reader() as reader:
         assert reader.status == "stopped"
         stopped_at = reader.last_step()
-    assert 5 <= stopped_at < 12
+    assert 5 <= stopped_at < STEPS
 
     again = start(resume=run.dir)
-    again.wait_for_step(min(11, stopped_at + 2))
+    again.wait_for_step(min(STEPS - 1, stopped_at + 2))
     pids = _pids(again)
     again.process.kill()
     again.process.wait()
@@ -147,7 +150,7 @@ def test_stopped_processes_and_a_stopped_or_killed_run_go_on_where_they_were(sta
     last = start(resume=run.dir)
     assert last.wait() == 0, last.output()
     with run.reader() as reader:
-        account(reader, 12, 16)
+        account(reader, STEPS, 16)
         assert reader._one(ODD) == 0
 
 
