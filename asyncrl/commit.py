@@ -35,6 +35,7 @@ class Committer:
         self._journal = journal
         self._last_call = last_call
         self._reclaimer = reclaimer
+        self._reclaim = False
         self._records: list[Record] = []
         self._actions: list[Callable[[], object]] = []
         self._work = asyncio.Event()
@@ -73,18 +74,23 @@ class Committer:
                 await self._commit(taken)
             for action in actions:
                 action()
-            if taken:
+            if taken and self._reclaim:
                 await self.read(self._reclaimer.piece, len(taken))
 
     async def _commit(self, taken: list[Record]) -> None:
         started = time.perf_counter()
-        await self.read(self._journal.write, taken)
+        await self.read(self._write, taken)
         took = time.perf_counter() - started
         self.seconds += took
         self.commits += 1
         if took > SLOW_COMMIT_S:
             what = f"a commit of {len(taken)} rows took {took:.1f} s: is the disk of run.db shared or failing?"
             self.record(records.event(time.time(), "hub", "slow_disk", what))
+
+    def _write(self, taken: list[Record]) -> None:
+        """In the journal's thread; looks at the size there, so that a commit costs one way to it and back."""
+        self._journal.write(taken)
+        self._reclaim = self._reclaimer.due()
 
     def close(self) -> None:
         """Ends the thread and closes the journal."""

@@ -112,16 +112,23 @@ class Reclaimer:
         self._fruitless = (0, 0)
         self._removed = 0
 
+    def due(self) -> bool:
+        """Whether `piece` has something to do: a sweep goes on, or the journal is too large and one may help."""
+        if self._sweep is not None or not self._limit:
+            return self._sweep is not None
+        used = self._journal.used_bytes()
+        return used > self._limit and self._hopeful(used)
+
     def piece(self, written: int) -> None:
         """Removes a little if it is due: about twice as many rows as the commit before it wrote (`written`).
 
         Raises:
             JournalError: the journal cannot be written; nothing was removed.
         """
-        used = self._journal.used_bytes() if self._limit else 0
+        if not self.due():
+            return
+        used = self._journal.used_bytes()
         if self._sweep is None:
-            if used <= self._limit or not self._hopeful(used):
-                return
             self._sweep = victims(self._journal)
         elif used <= TARGET * self._limit:
             self._rest(used)
